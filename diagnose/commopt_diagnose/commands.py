@@ -73,11 +73,11 @@ def doctor(
         met = Meeting([facts], []) if identity is None else meet(facts, identity, limit_s=limit_s)
     findings = find(*met)
     if facts.rank == 0 and json:
-        ranks = [asdict(rank_facts) for rank_facts in met.everybody]
+        ranks = [asdict(rank_facts) for rank_facts in met.all_facts]
         plain = {"ranks": ranks, "findings": [finding.to_plain() for finding in findings]}
         print_json(plain)
     elif facts.rank == 0:
-        print_findings(findings, met.everybody, TextConsole())
+        print_findings(findings, met.all_facts, TextConsole())
     raise typer.Exit(any(finding.severity == "error" for finding in findings))
 
 

@@ -21,7 +21,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 class Reason(NamedTuple):
-    """Why something is so, what to try, and what shows it: lines of a log, or facts that have a ``line``."""
+    """The cause of a finding, what to try, and its evidence: lines of a log, or facts that have a ``line``."""
 
     why: str
     advice: str

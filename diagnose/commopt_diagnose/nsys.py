@@ -135,7 +135,7 @@ def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
         raise ValueError(f"--nsys-args={nsys_args!r}: {error}") from None
     names = _option_names(given)
     if "--output" in names:
-        raise ValueError(f"--nsys-args={nsys_args!r}: the reports are written to --output-dir, leave --output out")
+        raise ValueError(f"--nsys-args={nsys_args!r}: the reports are written to --output-dir, so leave out --output")
     options = dict(_OPTIONS)
     if _traces_nccl():
         options["--trace"] += ",nccl"

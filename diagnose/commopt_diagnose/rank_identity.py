@@ -143,7 +143,7 @@ def _expand(part: str) -> Iterator[str]:
     for bounds in brackets[1].split(","):
         ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", bounds)
         if ends is None:
-            raise ValueError(f"SLURM_STEP_NODELIST has the range {bounds!r}, which must be such as 01-03")
+            raise ValueError(f"a range in SLURM_STEP_NODELIST must be two numbers such as 01-03, got {bounds!r}")
         for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
             yield from _expand(f"{part[: brackets.start()]}{number:0{len(ends[1])}d}{part[brackets.end() :]}")
 

@@ -15,12 +15,13 @@ from lightning_commopt.measure.files import read_run
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.validation import check_integer
 
+# Collectives in which each rank holds a part of the message; that reduce; and that only work out of place.
 _DIVIDED = ("all_gather", "reduce_scatter", "all_to_all", "reduce_scatter_all_gather")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_broadcast", "reduce_scatter_all_gather")
 _OUT_ONLY = ("all_to_all", "send_recv")
 _MIB = 2**20  # DDP's bucket_cap_mb counts in MiB
 _DDP_DEFAULT_MIB = (1, 25)
-"""DDP's first bucket, and all others."""
+"""Default size of DDP's first bucket, and of all others."""
 
 
 def num_ranks_of_scopes(settings: BenchSettings, world_size: int, ranks_per_node: int) -> dict[str, int]:

@@ -103,7 +103,7 @@ def bench(
     nproc_per_node: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Ranks on each host; by default one a GPU, 2 on CPU, 1 in the lab.", rich_help_panel=_WHERE
+            min=1, help="Ranks on each host; by default one per GPU, 2 on CPU, 1 in the lab.", rich_help_panel=_WHERE
         ),
     ] = None,
     link: Annotated[
@@ -214,7 +214,7 @@ def bench(
             sizes_bytes, own = messages_of(CommPlan.load(plan), buckets_of)
             hooks = own + hooks
         elif buckets_of is not None:
-            raise ValueError(f"--buckets-of {buckets_of} needs the plan of that run: --plan")
+            raise ValueError(f"--buckets-of {buckets_of} needs --plan, the plan of that run")
         settings = BenchSettings(
             collectives=COLLECTIVES if collectives == ["all"] else collectives or ["all_reduce"],
             sizes_bytes=sizes_bytes,

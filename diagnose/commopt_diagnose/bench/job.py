@@ -119,8 +119,8 @@ def _describe_machine(device: torch.device, ranks_per_node: int) -> dict[str, An
 def copy_between_gpus(num_bytes: int) -> list[list[float | None]]:
     """Returns bytes per second from each GPU (row) to each other GPU (column), in the median of 10 copies.
 
-    A copy has ``num_bytes``, but at most 256 MiB. The diagonal is None. With fewer than two GPUs the list is empty, and
-    where other ranks have their GPUs for themselves (compute mode) or have filled them.
+    A copy has ``num_bytes``, but at most 256 MiB. The diagonal is None. The list is empty with fewer
+    than two GPUs, and if other ranks have their GPUs for themselves (compute mode) or have filled them.
     """
     num_gpus, num_bytes = torch.cuda.device_count(), min(num_bytes, _MAX_COPY_BYTES)
     if num_gpus < 2:

@@ -94,7 +94,7 @@ class _Bench:
             try:
                 attempt(entry)
             except (RuntimeError, ValueError) as error:
-                # This backend may not support the case. The other cases are measured all the same.
+                # This backend may not support the case. The other cases are still measured.
                 entry.error = str(error).strip().partition("\n")[0] or type(error).__name__
             # All ranks leave out a case that failed on any of them.
             if reduce_value(entry.error is not None, dist.ReduceOp.MAX):
@@ -133,7 +133,7 @@ class _Bench:
         elif case.scope == "all":
             entry.call = prepare_hook(case, ranks, self.channel, self.memory, self.ranks_per_node)
         else:
-            raise ValueError("comm hooks run over all ranks")
+            raise ValueError("a comm hook runs over all ranks, so its only scope is all")
 
     def _run_first(self, entry: _Entry) -> None:
         assert entry.call is not None
@@ -194,14 +194,14 @@ def compute_load(device: torch.device) -> Iterator[None]:
     """
     is_cuda = device.type == "cuda"
     side, dtype = (_CUDA_SIDE, torch.bfloat16) if is_cuda else (_CPU_SIDE, torch.float32)
-    left = torch.rand(side, side, dtype=dtype, device=device)
-    product = torch.empty_like(left)
+    matrix = torch.rand(side, side, dtype=dtype, device=device)
+    product = torch.empty_like(matrix)
     has_begun, is_over = threading.Event(), threading.Event()
 
     def multiply() -> None:
         torch.set_num_threads(1)  # torch keeps this number for each thread
         while not is_over.is_set():
-            torch.mm(left, left, out=product)
+            torch.mm(matrix, matrix, out=product)
             has_begun.set()
 
     def keep_stream_busy() -> None:
@@ -210,7 +210,7 @@ def compute_load(device: torch.device) -> Iterator[None]:
         events: list[torch.cuda.Event] = []
         with torch.cuda.stream(stream):
             while not is_over.is_set():
-                torch.mm(left, left, out=product)
+                torch.mm(matrix, matrix, out=product)
                 events.append(stream.record_event())
                 has_begun.set()
                 if len(events) > _QUEUED:

@@ -75,7 +75,7 @@ def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
     """Returns the charts that a result has numbers for, with its link model, if there is one."""
     idle = [rows for rows in result.by_series().values() if _is_plain(rows)]
     single = [rows for rows in idle if rows[0].case.operation in SINGLE]
-    ways = [rows for rows in idle if rows[0].case.operation in ("all_reduce", *COMPOUND)]
+    equal_series = [rows for rows in idle if rows[0].case.operation in ("all_reduce", *COMPOUND)]
     hooks = [rows for rows in idle if rows[0].case.operation == "comm_hook"]
     exact = [rows for rows in idle if rows[0].case.operation == "all_reduce"]
     scopes = [rows for rows in result.by_series().values() if _is_plain(rows, scope=None)]
@@ -86,8 +86,8 @@ def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
     charts = [_bandwidth("Bus bandwidth", single, result)] if single else []
     if single and model is not None:
         charts.append(_times("Time, and the link model", single, model))
-    if len(ways) > 1:
-        charts.append(_bandwidth("Three equal ways to reduce", ways, result))
+    if len(equal_series) > 1:
+        charts.append(_bandwidth("Three equal ways to reduce", equal_series, result))
     if hooks:
         charts.append(_bandwidth("Comm hooks: effective bandwidth", [*exact, *hooks], result))
     for (key, load), rows in by_load.items():

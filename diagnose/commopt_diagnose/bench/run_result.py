@@ -33,7 +33,7 @@ def result_of_run(run_dir: Path) -> BenchResult:
         of_ranks = list(map(_bucket_times, records))
         sizes_bytes = [size_bytes for size_bytes, _ in of_ranks[0]]
         if all([size_bytes for size_bytes, _ in own] == sizes_bytes for own in of_ranks):
-            times += [min(same, key=itemgetter(1)) for same in zip(*of_ranks, strict=True)]
+            times += [min(rank_times, key=itemgetter(1)) for rank_times in zip(*of_ranks, strict=True)]
     header = ranks[0].header
     comm_hook = header.get("comm_hook") or "none"
     has_hook = comm_hook not in ("none", "all_reduce")

@@ -73,8 +73,8 @@ def condition_lines(where: Mapping[str, Any]) -> list[str]:
 def _tables(result: BenchResult) -> Iterator[tuple[str, list[Row]]]:
     """Yields title and rows of each table, in and out of place together."""
     cases = ((row.case, row) for row in result.rows)
-    alike = grouped(((case.name, case.dtype, case.redop, case.load, case.scope), row) for case, row in cases)
-    for rows in alike.values():
+    tables = grouped(((case.name, case.dtype, case.redop, case.load, case.scope), row) for case, row in cases)
+    for rows in tables.values():
         first = rows[0].case
         ranks = f"{count(first.num_ranks, 'rank')}{'' if first.scope == 'all' else ' in a group'}"
         yield f"{first.label.removesuffix(', out of place')} ({ranks})", rows
@@ -204,9 +204,9 @@ def model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
         lines.append(f"#   {curve.text}")
         for size in sizes_bytes:
             prediction = curve.predict(size)
-            beyond = "; extrapolated" if prediction.is_extrapolated else ""
+            note = "; extrapolated" if prediction.is_extrapolated else ""
             ends = f"{number(1e3 * prediction.low_s)} to {number(1e3 * prediction.high_s)}"
-            lines.append(f"#     {size_text(size)}: {number(1e3 * prediction.time_s)} ms ({ends}){beyond}")
+            lines.append(f"#     {size_text(size)}: {number(1e3 * prediction.time_s)} ms ({ends}){note}")
     return lines
 
 

@@ -182,14 +182,14 @@ def collect_facts(
     )
 
 
-def first_of_hosts(everybody: Sequence[Facts]) -> list[Facts]:
+def first_of_hosts(all_facts: Sequence[Facts]) -> list[Facts]:
     """Returns the facts of the first rank of each host."""
-    return list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
+    return list({facts.host: facts for facts in reversed(all_facts)}.values())[::-1]
 
 
 def _topology(identity: RankIdentity | None) -> tuple[list[Finding], str | None]:
     if identity is not None and identity.local_rank != 0:
-        return [], "the host's first rank looks"
+        return [], "only the first rank of a host reads it"
     try:
         return find_all(read_machine()), None
     except TopologyError as error:

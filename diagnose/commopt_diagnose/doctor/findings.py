@@ -28,26 +28,26 @@ _finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
 
 
 def find(
-    everybody: Sequence[Facts], unreachable: Sequence[UnreachablePort] = (), gloo_error: str | None = None
+    all_facts: Sequence[Facts], unreachable: Sequence[UnreachablePort] = (), gloo_error: str | None = None
 ) -> list[Finding]:
     """Returns findings, errors first; the arguments are the fields of a `Meeting`."""
-    findings: list[Finding] = list(_unreachable_ports(unreachable, everybody))
+    findings: list[Finding] = list(_unreachable_ports(unreachable, all_facts))
     if gloo_error is not None:
         findings.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
-    hosts, ranks = first_of_hosts(everybody), grouped((facts.host, facts) for facts in everybody)
+    hosts, ranks = first_of_hosts(all_facts), grouped((facts.host, facts) for facts in all_facts)
     for facts in hosts:
         of_host = [*_of_host(facts), *_too_many_threads(ranks[facts.host])]
         of_host += [*find_wrong_interfaces(facts, has_others=len(hosts) > 1), *find_in_adapters(facts)]
         shown = [finding for finding in facts.topology if finding.severity != "note"]
         of_host += [replace(finding, advice=f"{finding.advice}; commopt topo shows all") for finding in shown]
         findings += [replace(finding, where=facts.host) for finding in of_host]
-    findings += _differences(everybody)
+    findings += _differences(all_facts)
     return worst_first(findings)
 
 
-def _unreachable_ports(unreachable: Sequence[UnreachablePort], everybody: Sequence[Facts]) -> Iterator[Finding]:
-    own = {facts.host: {interface.address for interface in facts.interfaces} for facts in everybody}
-    named = {facts.host for facts in everybody if facts.environment.get("GLOO_SOCKET_IFNAME")}
+def _unreachable_ports(unreachable: Sequence[UnreachablePort], all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    own = {facts.host: {interface.address for interface in facts.interfaces} for facts in all_facts}
+    named = {facts.host for facts in all_facts if facts.environment.get("GLOO_SOCKET_IFNAME")}
     for from_host, to_host, listening, _ in unreachable:
         # Without the variable, gloo's loopback address comes from the host's name, which has a finding of its own.
         is_known = "gloo" in listening.users and to_host not in named and _is_loopback(listening.address)
@@ -163,23 +163,23 @@ def _ports_of_nccl(facts: Facts) -> list[Port]:
     return [port for port in facts.ports if not names or is_listed(port) != chosen.startswith("^")]
 
 
-def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
+def _differences(all_facts: Sequence[Facts]) -> Iterator[Finding]:
     """Compares what should be equal on all ranks."""
     compared: list[tuple[Severity, str, list[Any]]] = [
-        ("error", "--hosts", [",".join(facts.hosts) for facts in everybody]),
-        ("error", "the number of ranks", [facts.world_size for facts in everybody]),
-        ("warning", "ranks on a host", [facts.ranks_per_node for facts in everybody]),
-        ("warning", "the rate of InfiniBand or RoCE ports", [_rates(facts) for facts in everybody]),
-        ("warning", "the number of GPUs of a host", [len(facts.gpus) for facts in everybody]),
-        ("warning", "the kind of GPU", [_list(facts.gpus) for facts in everybody]),
+        ("error", "--hosts", [",".join(facts.hosts) for facts in all_facts]),
+        ("error", "the number of ranks", [facts.world_size for facts in all_facts]),
+        ("warning", "ranks on a host", [facts.ranks_per_node for facts in all_facts]),
+        ("warning", "the rate of InfiniBand or RoCE ports", [_rates(facts) for facts in all_facts]),
+        ("warning", "the number of GPUs of a host", [len(facts.gpus) for facts in all_facts]),
+        ("warning", "the kind of GPU", [_list(facts.gpus) for facts in all_facts]),
     ]
-    for name in sorted({name for facts in everybody for name in facts.versions}, reverse=True):
-        compared.insert(0, ("error", f"the version of {name}", [facts.versions.get(name) for facts in everybody]))
-    settings = {name for facts in everybody for name in facts.environment if name.startswith("NCCL_")}
+    for name in sorted({name for facts in all_facts for name in facts.versions}, reverse=True):
+        compared.insert(0, ("error", f"the version of {name}", [facts.versions.get(name) for facts in all_facts]))
+    settings = {name for facts in all_facts for name in facts.environment if name.startswith("NCCL_")}
     for name in sorted(name for name in settings if not OF_ONE_RANK.match(name)):
-        compared.append(("error", name, [facts.environment.get(name, "unset") for facts in everybody]))
+        compared.append(("error", name, [facts.environment.get(name, "unset") for facts in all_facts]))
     for severity, name, values in compared:
-        ranks = grouped((value, facts.rank) for facts, value in zip(everybody, values, strict=True))
+        ranks = grouped((value, facts.rank) for facts, value in zip(all_facts, values, strict=True))
         if len(ranks) > 1:
             named = {"none" if value in (None, "") else value: those for value, those in ranks.items()}
             shown = ", ".join(f"{value} on {ranks_text(those)}" for value, those in named.items())

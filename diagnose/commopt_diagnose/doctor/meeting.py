@@ -106,7 +106,7 @@ class MeetingError(RuntimeError):
 class Meeting(NamedTuple):
     """What all ranks have found together."""
 
-    everybody: list[Facts]  # the facts of all ranks, by rank
+    all_facts: list[Facts]  # the facts of all ranks, by rank
     unreachable: list[UnreachablePort]  # connections between hosts that failed
     # The error of an all-reduce over gloo; None if it worked, or was not tried because connections had failed.
     gloo_error: str | None = None
@@ -177,23 +177,23 @@ class _FactExchange:
                 [from_plain(ListeningPort, port) for port in of_rank["ports_to_try"]] for of_rank in plain
             ]
             listeners = [rank for rank, theirs in enumerate(ports_of_ranks) if theirs]
-            everybody = disambiguate_hosts([from_plain(Facts, of_rank) for of_rank in plain], listeners)
-            by_host = {everybody[rank].host: ports_of_ranks[rank] for rank in listeners}
+            all_facts = disambiguate_hosts([from_plain(Facts, of_rank) for of_rank in plain], listeners)
+            by_host = {all_facts[rank].host: ports_of_ranks[rank] for rank in listeners}
             unreachable: list[UnreachablePort] = []
             # One rank per host suffices, as all ranks of a host are on the same network.
             if identity.local_rank == 0:
-                unreachable = find_unreachable(everybody[identity.rank].host, by_host, limit_s=_CONNECT_S)
+                unreachable = find_unreachable(all_facts[identity.rank].host, by_host, limit_s=_CONNECT_S)
             # Ranks that connect may take this long, so the others wait as long for them.
             self._deadline = max(self._deadline, time.monotonic() + _CONNECT_S + _GRACE_S)
             of_ranks = self._exchange("unreachable", unreachable)
             all_unreachable = [from_plain(UnreachablePort, port) for of_rank in of_ranks for port in of_rank]
             # gloo must listen where other hosts can reach it; otherwise the all-reduce would only time out.
-            is_listening = all(rank.gloo_interface and rank.gloo_interface.name != "lo" for rank in everybody)
-            is_open = not all_unreachable and (is_listening or len({rank.host for rank in everybody}) == 1)
+            is_listening = all(rank.gloo_interface and rank.gloo_interface.name != "lo" for rank in all_facts)
+            is_open = not all_unreachable and (is_listening or len({rank.host for rank in all_facts}) == 1)
             gloo_error = self._try_all_reduce() if is_open else None
         finally:
             self._leave()
-        return Meeting(everybody, all_unreachable, gloo_error)
+        return Meeting(all_facts, all_unreachable, gloo_error)
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks."""
@@ -250,12 +250,12 @@ class _FactExchange:
                 self._wait_for_all("left")
 
 
-def disambiguate_hosts(everybody: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
+def disambiguate_hosts(all_facts: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
     """Appends the first rank of a host to its name if several hosts have the same name."""
-    times = Counter(everybody[rank].host for rank in listeners)
+    times = Counter(all_facts[rank].host for rank in listeners)
     names: dict[str, str] = {}
     named = []
-    for rank, facts in enumerate(everybody):
+    for rank, facts in enumerate(all_facts):
         if rank in listeners:
             names[facts.host] = f"{facts.host} (rank {rank})" if times[facts.host] > 1 else facts.host
         named.append(replace(facts, host=names.get(facts.host, facts.host)))

@@ -12,7 +12,7 @@ from rich.text import Text
 from commopt_diagnose import findings
 from commopt_diagnose.doctor.facts import Facts, first_of_hosts
 from lightning_commopt.text.findings import Finding
-from lightning_commopt.text.formatting import grouped, list_some
+from lightning_commopt.text.formatting import count, grouped, list_some
 from lightning_commopt.text.terminal import TextTable, print_text
 from lightning_commopt.watch.hangs.marks import PHASE, PHASES
 from lightning_commopt.watch.hangs.records import HangReport, TimedMark
@@ -21,10 +21,10 @@ from lightning_commopt.watch.hangs.sentences import operation_text
 _HOSTS_SHOWN = 8  # more hosts would hide the findings below them
 
 
-def print_findings(found: Sequence[Finding], everybody: Sequence[Facts], console: Console) -> None:
+def print_findings(found: Sequence[Finding], all_facts: Sequence[Facts], console: Console) -> None:
     """Prints findings with advice, the worst first, then what was not checked."""
-    hosts = first_of_hosts(everybody)
-    console.print(f"{len(everybody)} rank(s) on {len(hosts)} host(s)", highlight=False)
+    hosts = first_of_hosts(all_facts)
+    console.print(f"{count(len(all_facts), 'rank')} on {count(len(hosts), 'host')}", highlight=False)
     if len(hosts) > 1:
         _print_interfaces(hosts, console)
     if found:
@@ -33,7 +33,7 @@ def print_findings(found: Sequence[Finding], everybody: Sequence[Facts], console
         findings.print_findings(found, console)
     else:
         console.print("Nothing is wrong as far as can be seen before a run.")
-    for unchecked in list_unchecked(everybody):
+    for unchecked in list_unchecked(all_facts):
         print_text(f"not checked: {unchecked}", console, "dim")
 
 
@@ -45,12 +45,14 @@ def _print_interfaces(hosts: Sequence[Facts], console: Console) -> None:
         print_text(f"{shown}: gloo would use {gloo}, NCCL would use {nccl}", console)
 
 
-def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
+def list_unchecked(all_facts: Sequence[Facts]) -> list[str]:
     """Returns what was not checked, and why."""
-    hosts = first_of_hosts(everybody)
+    hosts = first_of_hosts(all_facts)
     unchecked = []
     if len(hosts) == 1:
-        unchecked.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
+        unchecked.append(
+            "connections to other hosts: start this command on each, under torchrun or srun, or with --hosts a,b"
+        )
     without = [facts for facts in hosts if facts.no_topology is not None]
     may_have_gpus = [facts for facts in without if facts.gpus or (facts.has_gpu_driver and facts.has_gpu_files)]
     if names := [facts.host for facts in without if facts not in may_have_gpus]:
@@ -60,7 +62,7 @@ def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
     if names := [facts.host for facts in hosts if not facts.ports]:
         named = list_some(names)
         unchecked.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {named}")
-    elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in everybody):
+    elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in all_facts):
         unchecked.append("SHARP: NCCL_COLLNET_ENABLE is not 1")
     return unchecked
 

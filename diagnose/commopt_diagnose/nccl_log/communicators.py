@@ -43,9 +43,9 @@ class Communicator:
     @cached_property
     def num_nodes(self) -> int | None:
         """The number of nodes that NCCL sees; None if no line has it and not all ranks are known."""
-        named = next((member.num_nodes for member in self.all_members if member.num_nodes is not None), None)
-        are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
-        return len(self.machines) if are_known else named
+        reported = next((member.num_nodes for member in self.all_members if member.num_nodes is not None), None)
+        are_known = reported is None and self.is_complete and all(machine.host for machine in self.machines)
+        return len(self.machines) if are_known else reported
 
     @property
     def is_complete(self) -> bool:

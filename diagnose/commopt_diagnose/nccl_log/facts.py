@@ -110,7 +110,7 @@ class Process:
     # In the order of their first lines. Threads that have not named a communicator have a member of their own here.
     members: list[Member] = field(default_factory=list)
     by_address: dict[str, Member] = field(default_factory=dict)  # members that are not destroyed
-    by_comm: dict[tuple[str, str, int], Member] = field(default_factory=dict)  # by communicator, address and rank
+    by_comm: dict[tuple[str, str, int], Member] = field(default_factory=dict)  # keys: communicator, address, rank
     by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)  # what each thread named last
 
     @property
@@ -192,7 +192,7 @@ class Member:
     address: str = ""  # the log's name for the communicator in this process
     comm_id: str | None = None  # equal on all ranks; None before NCCL 2.16
     parent: str = ""  # address of the communicator that this one was split from
-    split: str = ""  # how it was split: the count and the colour
+    split: str = ""  # how it was split: the count and the color
     num_nodes: int | None = None
     bus_id: str = ""
     nvml_device: int | None = None  # number of the GPU outside of CUDA_VISIBLE_DEVICES

@@ -108,9 +108,9 @@ def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
     largest = measured if chosen is None else max(measured, chosen.num_bytes)
     if largest >= _LARGE_BYTES:
         proto = next((p.settings["NCCL_PROTO"] for p in log.processes if "NCCL_PROTO" in p.settings), None)
-        why = f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it"
+        cause = f"the environment sets NCCL_PROTO={proto.value}" if proto else "NCCL's tuner, or its plugin, chose it"
         line = log.choice_lines[chosen] if chosen and chosen.num_bytes >= _LARGE_BYTES else None
-        yield finding("slow", "small_protocol", proto, line, mib=largest / 2**20, cause=why)
+        yield finding("slow", "small_protocol", proto, line, mib=largest / 2**20, cause=cause)
 
 
 def _find_unknown(log: NcclLog, findings: list[Finding]) -> Iterator[Finding]:
@@ -122,9 +122,9 @@ def _find_unknown(log: NcclLog, findings: list[Finding]) -> Iterator[Finding]:
     ]
     if silent or (log.processes and not log.communicators):
         members = [member for communicator in silent for member in communicator.all_members]
-        who = ranks_of(members) if members else "ranks"
+        subject = ranks_of(members) if members else "ranks"
         no_network = "" if any(p.network for p in log.processes) else ", and which network they use"
-        what = f"unknown: how {who} talk{'' if who.startswith('ranks') else 's'}{no_network}"
+        what = f"unknown: how {subject} talk{'' if subject.startswith('ranks') else 's'}{no_network}"
         yield finding("note", "unknown", what=what, why=reason("no_connections"))
     elif not log.communicators and not findings and not log.choices and not log.inspected.num_records:
         what = f"unknown: how ranks talk{'; the log has only a version' if log.versions else ''}"
@@ -164,7 +164,9 @@ def _find_setting_differences(
                 yield replace(difference, confidence=doubt)
         elif absent and name in _READ_BY_ALL:
             first = next(iter(have.values()))
-            what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {_named(absent, ranks)}"
+            what = (
+                f"{name}={first.value} is set on {_process_ranks(have, ranks)}, not on {_process_ranks(absent, ranks)}"
+            )
             yield finding("differs", "different_settings", first, what=what, why=reason("missing_setting", name=name))
 
 
@@ -179,9 +181,9 @@ def _find_versions(log: NcclLog) -> Iterator[Finding]:
         ("note", "several_versions", [*(process.version for process in log.processes), *log.versions.values()]),
     ]
     for severity, code, facts in groups:
-        named = {fact.value.partition("+")[0]: fact for fact in facts if fact is not None}
-        if len(named) > 1:
-            yield finding(severity, code, *named.values(), versions=", ".join(sorted(named)))
+        by_version = {fact.value.partition("+")[0]: fact for fact in facts if fact is not None}
+        if len(by_version) > 1:
+            yield finding(severity, code, *by_version.values(), versions=", ".join(sorted(by_version)))
             return
 
 
@@ -190,7 +192,7 @@ def _differing(
 ) -> Iterator[Finding]:
     by_value = grouped((fact.value, process) for process, fact in facts.items())
     if len(by_value) > 1:
-        shown = "; ".join(f"{value} on {_named(processes, ranks)}" for value, processes in by_value.items())
+        shown = "; ".join(f"{value} on {_process_ranks(processes, ranks)}" for value, processes in by_value.items())
         firsts = [facts[processes[0]] for processes in by_value.values()][:4]
         what, why = f"ranks have different {name}: {shown}", reason("different", advice=advice)
         yield finding("differs", f"different_{code}", *firsts, what=what, why=why)
@@ -205,7 +207,7 @@ def _ranks_by_process(log: NcclLog) -> dict[Process, str]:
     return names
 
 
-def _named(processes: Iterable[Process], ranks: Mapping[Process, str]) -> str:
+def _process_ranks(processes: Iterable[Process], ranks: Mapping[Process, str]) -> str:
     names = list(dict.fromkeys(ranks[process] for process in processes))
     numbers = [name.split()[1] for name in names if name.startswith("rank ")]
     return ranks_text(map(int, numbers)) if len(numbers) == len(names) else list_some(names)
@@ -234,19 +236,19 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
         return
     finished = [rank for rank, member in members.items() if member.finished]
     first = min(member.stage for member in open_ones.values())
-    behind = [rank for rank, member in open_ones.items() if member.stage == first]
-    ahead = bool(finished) or max(member.stage for member in open_ones.values()) - first > 1
+    slowest = [rank for rank, member in open_ones.items() if member.stage == first]
+    is_far_behind = bool(finished) or max(member.stage for member in open_ones.values()) - first > 1
     # Once all rings are connected, initialization ends within milliseconds, so nobody is far ahead.
-    ahead = ahead and first < len(STAGES) - 2
-    who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
-    shown = [open_ones[rank].last for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
+    is_far_behind = is_far_behind and first < len(STAGES) - 2
+    subject = f"{ranks_text(slowest)} {'is' if len(slowest) == 1 else 'are'}"
+    shown = [open_ones[rank].last for rank in [*slowest, *(rank for rank in open_ones if rank not in slowest)][:2]]
     yield finding(
-        "error" if ahead and finished and not communicator.missing else "note",
+        "error" if is_far_behind and finished and not communicator.missing else "note",
         "unfinished_init",
         *shown,
         unfinished=ranks_text(open_ones),
         others=f"; {ranks_text(finished)} finished" if finished else "",
-        place=f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}",
-        ranks=ranks_text(behind),
+        place=f"{subject} {'the furthest behind, ' if is_far_behind else ''}at {STAGES[first]}",
+        ranks=ranks_text(slowest),
         confidence="likely",
     )

@@ -22,17 +22,17 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     addresses = {(member.process, member.address): member for member in members if member.address}
     keys = {member: _key(member, addresses) for member in members}
     of_process = grouped((member.process, member) for member in members)
-    named: dict[Hashable, list[Member]] = {}
+    by_key: dict[Hashable, list[Member]] = {}
     sized: dict[int, list[Member]] = {}
     for member in members:
         if (key := keys[member]) is not None:
-            named.setdefault(key, []).append(member)
+            by_key.setdefault(key, []).append(member)
         elif member.num_ranks is not None and (member.address or not _absorb(of_process, keys, member)):
             sized.setdefault(member.num_ranks, []).append(member)
     unsized = [m for m in members if keys[m] is None and m.num_ranks is None]
     lost = [member for member in unsized if not _absorb(of_process, keys, member)]
     lost = [m for m in lost if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
-    communicators = [_communicator(group) for group in named.values()]
+    communicators = [_communicator(group) for group in by_key.values()]
     for size, group in sized.items():
         communicators += _by_size(size, _join_open(communicators, group))
     communicators += _by_size(None, _join_open(communicators, lost))
@@ -65,9 +65,9 @@ def add_unnamed(log: NcclLog) -> None:
     """Adds processes that name no rank to the only communicator there is, if enough of its ranks are missing."""
     if len(log.communicators) == 1 and log.communicators[0].count == 1:
         (only,) = log.communicators
-        left = [process for process in log.rest().processes if process.host and process.network is not None]
-        if len(left) <= len(only.missing) - len(only.unknown):
-            only.unknown += [Member(process=process) for process in left]
+        unnamed = [process for process in log.rest().processes if process.host and process.network is not None]
+        if len(unnamed) <= len(only.missing) - len(only.unknown):
+            only.unknown += [Member(process=process) for process in unnamed]
 
 
 def _key(member: Member, addresses: Mapping[tuple[Process, str], Member]) -> Hashable:
@@ -121,15 +121,15 @@ def _communicator(members: Sequence[Member]) -> Communicator:
 
 def _join_open(communicators: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
     """Adds members to the one communicator that lacks them, and returns the others."""
-    left = []
+    unplaced = []
     places = [_OpenPlaces(c) for c in communicators if c.count == 1 and c.missing] if group else []
     for member in group:
         fitting = list(itertools.islice((open_ones for open_ones in places if open_ones.fit(member)), 2))
         if len(fitting) != 1 or (member.rank is None and member.num_ranks is not None):
-            left.append(member)
+            unplaced.append(member)
         else:
             fitting[0].add(member)
-    return left
+    return unplaced
 
 
 class _OpenPlaces:

@@ -54,7 +54,7 @@ _BARE = re.compile(
 )
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _CLOCK = re.compile(r"\d{1,2}$")
-# Colours of a terminal, also as syslog and editors write them.
+# Colors of a terminal, also as syslog and editors write them.
 _ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
 # A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
 _STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
@@ -63,7 +63,7 @@ _LOGGED = re.compile(r"NCCL (?:INFO|WARN|ERROR|TRACE|version) |atchdog caught|\[
 _KEPT = re.compile(
     r'\s*(?:\{(?:.*[,{\s])?)?"(?:log|@?message|msg|MESSAGE|textPayload|line|body|_raw)"\s*:\s*("(?:[^"\\]|\\.)*")'
 )
-_MAX_COLLECTORS = 3  # that pass a line on to each other, each in a string of its own
+_MAX_COLLECTORS = 3  # collectors may pass a line on to each other, each in a string of its own
 _LINK = re.compile(r"\[([^\[\]\s]+)\]\(https?://[^()\s]*\)")  # what chats and mails make of the name of a file
 # What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
 _REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")

@@ -28,7 +28,7 @@ _MAX_RING = 20  # NCCL prints at most this many ranks of a ring
 MAX_RANKS = 1 << 20
 """The number of a rank is smaller; a larger one is damage to the line."""
 
-_MAX_CHANNELS = 1 << 10  # likewise
+_MAX_CHANNELS = 1 << 10  # numbers of channels are smaller; a larger one is damage to the line, too
 
 
 def find_version(text: str) -> str | None:
@@ -158,10 +158,10 @@ class _Link(NamedTuple):
     """What a line says of a connection, without the communicator, and what identifies it there."""
 
     key: tuple[int, int, int, str, str]
-    fields: tuple[Any, ...]  # of `Connection`, up to its line
+    fields: tuple[Any, ...]  # the fields of `Connection`, up to its line
     own: int  # the rank that wrote the line
     kind: str
-    named: tuple[str, ...]  # the address of the communicator and what follows, where the line has them
+    communicator_words: tuple[str, ...]  # the address of the communicator and what follows, where the line has them
 
 
 @lru_cache(maxsize=1 << 16)  # large logs repeat the lines of connections
@@ -182,13 +182,13 @@ def _parse_link(text: str) -> _Link | None:
     has_gdr = net is not None and "/GDRDMA" in net[4]
     labels = sys.intern(match[3] or ""), sys.intern(match[5] or "")
     path = "/".join(filter(None, (kind, method, "GDRDMA" if has_gdr else "")))
-    _, named, address = text.partition(" comm 0x")
+    _, separator, address = text.partition(" comm 0x")
     return _Link(
         key=(channel, sender, receiver, direction, path),
         fields=(channel, sender, receiver, direction, kind, method, nic, proxy, has_gdr, labels),
         own=receiver if direction == "receive" else sender,
         kind=kind,
-        named=tuple(address.split()[:3]) if named else (),
+        communicator_words=tuple(address.split()[:3]) if separator else (),
     )
 
 
@@ -196,11 +196,11 @@ def _read_connection(process: Process, message: Message) -> Member | None:
     link = _parse_link(message.text)
     if link is None:
         return None
-    own, named = link.own, link.named
-    member = process.by_address.get(f"0x{named[0]}") if named else None
+    own, words = link.own, link.communicator_words
+    member = process.by_address.get(f"0x{words[0]}") if words else None
     member = member if member is not None and member.rank == own else process.member(message, rank=own)
-    if member.num_ranks is None and named[1:2] == ("nRanks",) and named[-1].isdecimal() and int(named[-1]) > own:
-        member.num_ranks = int(named[-1])  # RCCL
+    if member.num_ranks is None and words[1:2] == ("nRanks",) and words[-1].isdecimal() and int(words[-1]) > own:
+        member.num_ranks = int(words[-1])  # RCCL
     if link.key not in member.connections:
         shared = process.connections.get(link.fields)
         if shared is None:
@@ -223,9 +223,9 @@ def _read_graphs(process: Process, message: Message) -> Member | None:
     if text.startswith("Trees"):
         rank, ranks = None, set[int]()
         for shown, own in _RANK["trees"].findall(text):
-            named = {int(number) for number in re.findall(r"(?<![\d-])\d+", shown.replace("->", " "))}
-            if int(own) >= 0 and _are_ranks(named):
-                rank, ranks = int(own), ranks | named
+            shown_ranks = {int(number) for number in re.findall(r"(?<![\d-])\d+", shown.replace("->", " "))}
+            if int(own) >= 0 and _are_ranks(shown_ranks):
+                rank, ranks = int(own), ranks | shown_ranks
         member = None if rank is None else _at_place(process, message, rank, ranks)
         if member is not None:
             member.has_trees = True

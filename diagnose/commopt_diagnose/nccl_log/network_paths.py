@@ -35,10 +35,10 @@ def _is_tcp(network: str, processes: list[Process]) -> bool:
 
 
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
-    everyone = communicator.processes
-    sockets = [connection for connection in communicator.connections if _is_tcp(connection.method, everyone)]
+    all_processes = communicator.processes
+    sockets = [connection for connection in communicator.connections if _is_tcp(connection.method, all_processes)]
     between_hosts = [connection for connection in sockets if is_in_host(communicator, connection) is not True]
-    processes = ends_of(communicator, between_hosts) if between_hosts else everyone
+    processes = ends_of(communicator, between_hosts) if between_hosts else all_processes
     networks = [process.network for process in processes if process.network is not None]
     chosen = next((network for network in networks if network.value != "Socket"), networks[0] if networks else None)
     several = communicator.spans_hosts

@@ -85,8 +85,8 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
         excludes = f", and NCCL_P2P_LEVEL={level.value} excludes P2P" if level else ""
         why = reason("no_shared_memory", level, level=excludes)
     hosts = sorted({process.host for process in ends if process.host})
-    where = f"on one host ({hosts[0]})" if len(hosts) == 1 else f"each on one host ({list_some(hosts) or 'unnamed'})"
-    what = f"{pairs_text(detours)} are {where} but talk over {detours[0].path}"
+    location = f"on one host ({hosts[0]})" if len(hosts) == 1 else f"each on one host ({list_some(hosts) or 'unnamed'})"
+    what = f"{pairs_text(detours)} are {location} but talk over {detours[0].path}"
     yield finding("note" if is_by_design else "slow", "network_in_host", detours[0], what=what, why=why)
 
 

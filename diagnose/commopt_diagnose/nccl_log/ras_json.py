@@ -58,7 +58,7 @@ class RasJson:
 def _complaints(ranks: Sequence[Rank]) -> Iterator[tuple[str, str]]:
     """Yields the status of a report, and one of its details."""
     members = [rank for rank in ranks if "unresponsive" not in rank]
-    others = grouped((_absence(rank), rank) for rank in ranks if "unresponsive" in rank)
+    others = grouped((_absent_rank_report(rank), rank) for rank in ranks if "unresponsive" in rank)
     for (status, absence), absent in others.items():
         yield status, f"{absence} {count(len(absent), 'rank')}"
         yield from ((status, _place(rank)) for rank in absent)
@@ -74,12 +74,12 @@ def _complaints(ranks: Sequence[Rank]) -> Iterator[tuple[str, str]]:
         counts = grouped((rank[operation], rank) for rank in members if operation in rank)  # the last may be cut
         if len(counts) > 1:
             yield "MISMATCH", f"Communicator ranks have different {operation} operation counts"
-            for number, alike in counts.items():
-                who = f"{len(alike)} ranks have" if len(alike) > 1 else f"{_place(alike[0])} has"
-                yield "MISMATCH", f"{who} launched up to operation {number}"
+            for number, equal_ranks in counts.items():
+                subject = f"{len(equal_ranks)} ranks have" if len(equal_ranks) > 1 else f"{_place(equal_ranks[0])} has"
+                yield "MISMATCH", f"{subject} launched up to operation {number}"
 
 
-def _absence(rank: Rank) -> tuple[str, str]:
+def _absent_rank_report(rank: Rank) -> tuple[str, str]:
     """Returns the status of a report about a rank that is not in its communicator, and in words why."""
     if rank.get("considered_dead") == "true":
         return "DEAD", "Dead process of"

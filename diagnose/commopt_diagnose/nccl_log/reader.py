@@ -119,13 +119,13 @@ class LogReader:
         ones = [processes for processes in self._first_ranks.values() if len(processes) == 1]
         if self.log.listed.keys() == {0} and len(ones) > len(self.log.lone_tests):
             # A test of one rank measures nothing, so a file for each is what a launcher makes of them.
-            self.log.lone_tests = {who: line for processes in ones for who, line in processes.items()}
+            self.log.lone_tests = {process_key: line for processes in ones for process_key, line in processes.items()}
         known: dict[str, set[str]] = {}
         for p in self._writers.processes:
             if self._writers.is_fragment(p):
                 continue
-            told = (p.settings, p.bootstrap, p.version, p.network, p.notes, p.gdr, p.failed_at, p.interfaces)
-            if p.members or any(told):
+            reported = (p.settings, p.bootstrap, p.version, p.network, p.notes, p.gdr, p.failed_at, p.interfaces)
+            if p.members or any(reported):
                 self.log.processes.append(p)
                 p.address = "" if p.bootstrap is None else p.bootstrap.value.partition(":")[2]
                 known.setdefault(p.host, set()).update({p.address} - {""})

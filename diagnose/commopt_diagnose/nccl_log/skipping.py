@@ -100,6 +100,6 @@ class Repeats:
         else:
             return False
         if not is_known or raw.find(b" NCCL ", start - 1) >= 0:
-            return False  # in the latter case another line has been written into it
+            return False  # the text is new, or another line has been written into this one
         self.num_skipped += 1
         return True

@@ -10,7 +10,7 @@ from commopt_diagnose.nccl_log.facts import Member, Process
 from commopt_diagnose.nccl_log.inspector import Matched
 from commopt_diagnose.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding
-from lightning_commopt.text.formatting import grouped
+from lightning_commopt.text.formatting import count, grouped
 
 _OF_CONNECTION = ("channel", "sender", "receiver", "path", "nic", "direction")
 
@@ -26,8 +26,8 @@ class Path(NamedTuple):
 
 def versions_of(log: NcclLog) -> list[str]:
     """Returns the versions of NCCL in most detail; the versions of its Python packages only if there are no others."""
-    named = [process.version.value for process in log.processes if process.version is not None]
-    versions = dict.fromkeys([*named, *log.versions]) or dict.fromkeys(log.packages)
+    reported = [process.version.value for process in log.processes if process.version is not None]
+    versions = dict.fromkeys([*reported, *log.versions]) or dict.fromkeys(log.packages)
     return [
         version
         for version in versions
@@ -67,7 +67,7 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
     if network:
         extras["GPUDirect RDMA"] = f"{sum(connection.has_gdr for connection in network)} of {len(network)} connections"
         if proxies := {connection.proxy_rank for connection in network if connection.proxy_rank is not None}:
-            extras["PXN"] = f"through {len(proxies)} rank(s)"
+            extras["PXN"] = f"through {count(len(proxies), 'rank')}"
     if "nvls" in notes or num_nvls:
         extras["NVLS"] = f"{num_nvls or 'some'} channels"
     elif "nvls_available" in notes:
@@ -83,9 +83,9 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
 def channels_of(communicator: Communicator) -> int:
     """Returns the number of channels of collectives, or the number seen if it is not printed; 0 for none."""
     members = communicator.all_members
-    seen = (max((channel + 1 for channel, *_ in member.connections), default=0) for member in members)
+    observed = (max((channel + 1 for channel, *_ in member.connections), default=0) for member in members)
     printed = (member.channels.get("coll") for member in members)
-    return max((num_printed or num_seen for num_printed, num_seen in zip(printed, seen, strict=True)), default=0)
+    return max((num_printed or num_seen for num_printed, num_seen in zip(printed, observed, strict=True)), default=0)
 
 
 def networks_of(communicator: Communicator) -> list[str]:

@@ -45,7 +45,9 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     _print_table(columns, [[*choice, n] for choice, n in choices], console, "the tuner's choices", len(log.choices))
     if log.num_choices_left_out:
         left_out = count(log.num_choices_left_out, "line")
-        print_text(f"{left_out} of the tuner left out: there are more than {len(log.choices)} choices", console)
+        print_text(
+            f"{left_out} of the tuner are left out: there are more than {len(log.choices)} different choices", console
+        )
     _print_inspected(log, console)
     settings = grouped((name, fact.value) for process in log.processes for name, fact in process.settings.items())
     if settings:

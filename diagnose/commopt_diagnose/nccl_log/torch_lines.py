@@ -43,16 +43,16 @@ class TorchLines:
                 self._last_error = rank
                 return True
         elif error := PATTERNS["torch_error"].search(text):
-            who = _group_and_rank(text[: error.start()])
-            self.log.warn(error[1], message.line, rank=None if who is None else who.rank)
+            writer = _group_and_rank(text[: error.start()])
+            self.log.warn(error[1], message.line, rank=None if writer is None else writer.rank)
             return True
         elif match := PATTERNS["torch_text"].search(text):
-            who = _group_and_rank(text[: match.start()])
-            self.log.warn(match[1], message.line, rank=None if who is None else who.rank, place="torch")
+            writer = _group_and_rank(text[: match.start()])
+            self.log.warn(match[1], message.line, rank=None if writer is None else writer.rank, place="torch")
             return True
         elif match := PATTERNS["result_line"].search(text):
-            who = _group_and_rank(text[: match.start()])
-            self._result = text[match.start(1) :], message.line, None if who is None else who.rank
+            writer = _group_and_rank(text[: match.start()])
+            self._result = text[match.start(1) :], message.line, None if writer is None else writer.rank
             return True
         elif is_after_result and explain(text, "Last error") is not None:
             rank = -1  # "Last error:" may be missing between them. As any line may stand here, only known errors count
@@ -82,8 +82,8 @@ class TorchLines:
         """
         text = message.text
         if match := PATTERNS["outside"].search(text):
-            who = _group_and_rank(text[: match.start()])
-            self.log.warn(text, message.line, rank=None if who is None else who.rank, place="outside")
+            writer = _group_and_rank(text[: match.start()])
+            self.log.warn(text, message.line, rank=None if writer is None else writer.rank, place="outside")
         elif "[rank" in text and (match := PATTERNS["raised"].search(text)):
             self.log.warn(match[2], message.line, rank=int(match[1]), place="raised")
 
@@ -102,8 +102,8 @@ class TorchLines:
         elif begins:
             parts = [message]
         if timeout is not None:
-            who = timeout.rank_in_job, timeout.rank_in_group, timeout.group
-            key = (*who, timeout.sequence, timeout.operation, timeout.sizes)
+            identity = timeout.rank_in_job, timeout.rank_in_group, timeout.group
+            key = (*identity, timeout.sequence, timeout.operation, timeout.sizes)
             self.log.timeouts.setdefault(key, timeout)
         elif len(parts) <= MAX_CONTINUED:
             self._wrapped = parts
@@ -117,19 +117,19 @@ class TorchLines:
 def _parse_timeout(text: str, line: Line) -> Timeout | None:
     """Parses a line of PyTorch's watchdog that gives a collective up."""
     match = PATTERNS["timeout"].search(text) if "atchdog caught" in text else None
-    who = _group_and_rank(text[: match.start()]) if match else None
-    if match is None or who is None:
+    writer = _group_and_rank(text[: match.start()]) if match else None
+    if match is None or writer is None:
         return None
-    named = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", match[1]))
-    sequence = named.get("SeqNum", "")
+    fields = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", match[1]))
+    sequence = fields.get("SeqNum", "")
     return Timeout(
-        rank_in_job=who.rank_in_job,
-        rank_in_group=who.rank_in_group,
-        group=who.group,
+        rank_in_job=writer.rank_in_job,
+        rank_in_group=writer.rank_in_group,
+        group=writer.group,
         sequence=int(sequence) if sequence.isdecimal() else None,
-        operation=named.get("OpType", "a collective"),
-        sizes=", ".join(f"{key}={named[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in named),
-        limit_s=int(named["Timeout(ms)"]) / 1000 if named.get("Timeout(ms)", "").isdecimal() else None,
+        operation=fields.get("OpType", "a collective"),
+        sizes=", ".join(f"{key}={fields[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in fields),
+        limit_s=int(fields["Timeout(ms)"]) / 1000 if fields.get("Timeout(ms)", "").isdecimal() else None,
         waited_s=None if match[2] is None else int(match[2]) / 1000,
         line=line,
     )
@@ -138,11 +138,11 @@ def _parse_timeout(text: str, line: Line) -> Timeout | None:
 def _parse_progress(text: str, line: Line) -> Progress | None:
     """Parses a line of PyTorch's watchdog about how far a rank is; what cannot be true is left out."""
     match = PATTERNS["progress"].search(text) if "nqueued" in text else None
-    who = _group_and_rank(text[: match.start()]) if match else None
-    if match is None or who is None or int(match[3]) > int(match[2]):
+    writer = _group_and_rank(text[: match.start()]) if match else None
+    if match is None or writer is None or int(match[3]) > int(match[2]):
         return None
     work = int(match[1]) if match[1] else None
-    return Progress(rank=who.rank, group=who.group, work=work, enqueued=int(match[2]), line=line)
+    return Progress(rank=writer.rank, group=writer.group, work=work, enqueued=int(match[2]), line=line)
 
 
 class _Writer(NamedTuple):
@@ -171,5 +171,5 @@ def _group_and_rank(text: str) -> _Writer | None:
     if not matches:
         return None
     rank = in_group[-1][1] if in_group else in_job[-1]
-    groups = [group for group, named in in_group if group and named == rank]
+    groups = [group for group, group_rank in in_group if group and group_rank == rank]
     return _Writer(in_job[-1] if in_job else None, rank, (groups or [""])[0])

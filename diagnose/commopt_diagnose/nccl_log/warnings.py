@@ -26,7 +26,7 @@ _RESULTS = (
 # did not run itself.
 _LATE = 1.5
 # Ranks of a healthy job wait longer for each other now and then: for a slow batch, a compilation, a checkpoint.
-_HASTY_S = 5.0
+_SHORT_LIMIT_S = 5.0
 # What PyTorch writes after a timeout, which is another finding.
 _OF_TIMEOUTS = ("local_timeout", "dump_signal", "empty_gather")
 # The names of NCCL's results, which say less than any warning.
@@ -84,7 +84,7 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
         begin = next((warning for warning in warnings if warning.place), warnings[0]).text
         whole = (warning.text for warning in warnings if warning.text.startswith(begin))
         text = max(whole, key=len)[:200] or "without text"
-        what = f"{_who(warnings)}: {text}" + (f" ({times} times)" if times > 1 else "")
+        what = f"{_warners_text(warnings)}: {text}" + (f" ({times} times)" if times > 1 else "")
         if isinstance(kind, str):
             yield finding("warning", "warning", *warnings[:3], what=what, why=reason("no_explanation"))
         elif (kind.severity == "follows" and kind is not first) or (kind.code in _OF_TIMEOUTS and log.timeouts):
@@ -102,7 +102,7 @@ def _first_of_consequences(kinds: Iterable[WarnText | str]) -> WarnText | None:
     return min(known, key=lambda kind: kind.code in _OF_RESULTS, default=None)
 
 
-def _who(warnings: list[LoggedWarning]) -> str:
+def _warners_text(warnings: list[LoggedWarning]) -> str:
     ranks = {warning.rank for warning in warnings if warning.rank is not None}
     hosts = dict.fromkeys(warning.host for warning in warnings if warning.host)  # the first to warn is shown first
     where = f" on {list_some(hosts)}" if hosts else ""
@@ -138,10 +138,12 @@ def find_timeouts(log: NcclLog) -> Iterator[Finding]:
 
 def _with_groups(log: NcclLog) -> list[Timeout]:
     """Returns each timeout once, with the process group that another line of its rank names."""
-    named = {(timeout.rank, timeout.sequence): timeout.group for timeout in log.timeouts.values() if timeout.group}
+    group_of = {(timeout.rank, timeout.sequence): timeout.group for timeout in log.timeouts.values() if timeout.group}
     progress = [last for last in log.progress.values() if last.work is not None]
-    named |= {(last.rank, last.work): last.group for last in progress}
-    alike = grouped((timeout.call, named.get((timeout.rank, timeout.sequence))) for timeout in log.timeouts.values())
+    group_of |= {(last.rank, last.work): last.group for last in progress}
+    groups_of_call = grouped(
+        (timeout.call, group_of.get((timeout.rank, timeout.sequence))) for timeout in log.timeouts.values()
+    )
     once: dict[tuple[object, ...], Timeout] = {}
     by_place = {
         (timeout.rank_in_group, timeout.call) for timeout in log.timeouts.values() if timeout.rank_in_job is not None
@@ -149,10 +151,10 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
     for timeout in log.timeouts.values():
         if timeout.rank_in_job is None and (timeout.rank_in_group, timeout.call) in by_place:
             continue  # what the process prints as it ends, where the prefix is missing
-        others = set(filter(None, alike[timeout.call]))
-        group = named.get((timeout.rank, timeout.sequence)) or (others.pop() if len(others) == 1 else "")
+        others = set(filter(None, groups_of_call[timeout.call]))
+        group = group_of.get((timeout.rank, timeout.sequence)) or (others.pop() if len(others) == 1 else "")
         # Ranks that call something else under the number for which only one group is named are of that group, too.
-        rivals = {known for (_, sequence), known in named.items() if sequence == timeout.sequence}
+        rivals = {known for (_, sequence), known in group_of.items() if sequence == timeout.sequence}
         group = group or (rivals.pop() if len(rivals) == 1 else "")
         once.setdefault((timeout.rank, group, timeout.sequence, timeout.operation), replace(timeout, group=group))
     return list(once.values())
@@ -160,23 +162,27 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
 
 def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
     calls = grouped((timeout.call, timeout.rank) for timeout in timeouts)
-    why = _hasty(timeouts) or _asleep(timeouts) or _behind(group, timeouts, log)
+    why = _short_limit_reason(timeouts) or _suspension_reason(timeouts) or _late_ranks_reason(group, timeouts, log)
     why = why or _reason(group, timeouts, len(calls), log)
     texts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
     shown = list_some(texts, 8).replace(", rank", "; rank")
     waited = max((timeout.waited_s for timeout in timeouts if timeout.waited_s is not None), default=None)
-    after, where = f" after {waited:.{0 if waited >= 1 else 3}f} s" if waited else "", f" in {group}" if group else ""
-    what = f"a collective timed out{after}{where}: {shown}"
+    after, of_group = (
+        f" after {waited:.{0 if waited >= 1 else 3}f} s" if waited else "",
+        f" in {group}" if group else "",
+    )
+    what = f"a collective timed out{after}{of_group}: {shown}"
     return finding("error", "collective_timeout", *timeouts[:2], what=what, why=why)
 
 
-def _hasty(timeouts: list[Timeout]) -> Reason | None:
+def _short_limit_reason(timeouts: list[Timeout]) -> Reason | None:
     """Returns the reason if the limit is shorter than what healthy ranks wait for each other."""
-    hasty = next((each for each in timeouts if each.limit_s is not None and each.limit_s < _HASTY_S), None)
-    return None if hasty is None else reason("hasty", hasty, limit_s=hasty.limit_s)
+    short = (timeout for timeout in timeouts if timeout.limit_s is not None and timeout.limit_s < _SHORT_LIMIT_S)
+    timeout = next(short, None)
+    return None if timeout is None else reason("hasty", timeout, limit_s=timeout.limit_s)
 
 
-def _asleep(timeouts: list[Timeout]) -> Reason | None:
+def _suspension_reason(timeouts: list[Timeout]) -> Reason | None:
     """Returns the reason if the watchdog itself has not run for long."""
     for timeout in timeouts:
         if timeout.waited_s and timeout.limit_s and timeout.waited_s > _LATE * timeout.limit_s + 60:
@@ -186,7 +192,7 @@ def _asleep(timeouts: list[Timeout]) -> Reason | None:
     return None
 
 
-def _behind(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason | None:
+def _late_ranks_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason | None:
     """Returns the reason if ranks have started fewer collectives of this group than others, by their own lines."""
     groups: dict[str, dict[int, Progress]] = {}
     for progress in log.progress.values():
@@ -243,10 +249,10 @@ def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     is_part = any(timeout.rank != timeout.rank_in_group for timeout in timeouts)
     ranks = {timeout.rank_in_group if is_part else timeout.rank for timeout in timeouts}
     communicators = [] if is_part else log.communicators
-    sizes = [*(each.num_ranks for each in communicators), *(timeout.num_ranks for timeout in timeouts)]
+    sizes = [*(communicator.num_ranks for communicator in communicators), *(timeout.num_ranks for timeout in timeouts)]
     world_size = max(filter(None, sizes), default=0)
-    seen = {rank for communicator in communicators for rank in communicator.members}
-    seen |= set() if is_part else {last.rank for last in log.progress.values()}
+    heard_ranks = {rank for communicator in communicators for rank in communicator.members}
+    heard_ranks |= set() if is_part else {last.rank for last in log.progress.values()}
     failed = set[int]() if is_part else log.failed_ranks
     silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks - failed)
     if len(silent) >= len(ranks) and any(map(_may_be_cause, log.warnings)):
@@ -256,7 +262,7 @@ def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
         lacking = "; the log lacks lines or parts of them, so others may do so too"
         return reason("known_wait", ranks=shown, unknown=lacking)
     # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
-    if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
+    if silent and (len(silent) < len(ranks) or (world_size and heard_ranks.issuperset(silent))):
         is_all = not group or is_part or re.match(r"PG (?:ID )?0\b|.*default", group)
         outside, of_group = "" if is_all else "are not in this group, ", " of the group" if is_part else ""
         return reason("silent_ranks", ranks=f"{ranks_text(silent)}{of_group}", outside=outside, unknown=unknown)

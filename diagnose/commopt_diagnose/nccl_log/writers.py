@@ -65,8 +65,8 @@ class Writers:
         if message.tid is not None and (process := self._with_thread(message.tid, message.device)):
             self.note_torn(message)
             return process
-        named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
-        owners = [process for process in self.processes if named[1] in process.by_address] if named else []
+        match = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
+        owners = [process for process in self.processes if match[1] in process.by_address] if match else []
         if len(owners) == 1:
             return owners[0]
         last = self._last_in_file.get((message.file, message.device))
@@ -91,7 +91,7 @@ class Writers:
         for process in same_pid:
             if process.host and (host.endswith(process.host) or self._is_torn(message, host, process)):
                 self.note_torn(message)
-                if self._is_truer(host, process):
+                if self._is_likelier_host(host, process):
                     process.host = host  # the line that named this process first was torn
                 return process
         if self._is_host(host):
@@ -109,7 +109,7 @@ class Writers:
         owners = {process for key, process in self._by_thread.items() if key[2:] == (tid, device)}
         return owners.pop() if len(owners) == 1 else None
 
-    def _is_truer(self, host: str, process: Process) -> bool:
+    def _is_likelier_host(self, host: str, process: Process) -> bool:
         """Returns whether a name is likelier than the one of a process: other processes have it, or one of its form."""
         others = [other.host for other in self.processes if other is not process]
 

@@ -18,7 +18,7 @@ _LABEL = re.compile(r"GPU\d{1,3}|(?:[0-9a-f]{4}:)?[0-9a-f]{2}:[0-9a-f]{2}\.\d", 
 _NUMA_NODE = re.compile(r"GPU *\[?(\d{1,3})\]?\s*:\s*\(Topology\) Numa Node:\s*(\d{1,4})\s*$")
 # What AMD's guide for MI200 and the source of amd-smi say of hops: they count steps of the topology, not links.
 _KINDS_BY_HOPS = {"1": "XGMI", "2": "PHB", "3": "SYS"}
-_DIRECT_WEIGHT = 15  # of a single xGMI link, by the same source; each further link on the way adds as much
+_DIRECT_WEIGHT = 15  # weight of a single xGMI link, by the same source; each further link on the way adds as much
 _MAX_SHOWN = 8
 
 _Cells = dict[tuple[str, str], str]  # a table's cells, by the labels of row and column

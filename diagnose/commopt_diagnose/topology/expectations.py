@@ -143,11 +143,11 @@ def find_ring(machine: Machine, *, is_optimistic: bool = False) -> Ring | None:
     return None
 
 
-def _search(way: tuple[str, ...], peers: dict[str, list[str]], steps: Iterator[int]) -> tuple[str, ...] | None:
-    """Searches depth first for a closed way over all labels that begins with ``way``; gives up after `_MAX_STEPS`."""
-    if len(way) == len(peers):
-        return way if len(way) == 2 or way[0] in peers[way[-1]] else None
-    for peer in peers[way[-1]]:
-        if peer not in way and next(steps) < _MAX_STEPS and (whole := _search((*way, peer), peers, steps)):
+def _search(path: tuple[str, ...], peers: dict[str, list[str]], steps: Iterator[int]) -> tuple[str, ...] | None:
+    """Searches depth first for a closed way over all labels that begins with ``path``; gives up after `_MAX_STEPS`."""
+    if len(path) == len(peers):
+        return path if len(path) == 2 or path[0] in peers[path[-1]] else None
+    for peer in peers[path[-1]]:
+        if peer not in path and next(steps) < _MAX_STEPS and (whole := _search((*path, peer), peers, steps)):
             return whole
     return None

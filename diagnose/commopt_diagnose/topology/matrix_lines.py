@@ -56,15 +56,15 @@ def find_tables(lines: Sequence[str]) -> list[Table]:
     tables: list[Table] = []
     prefix = ""
     for index, line in _unwrap([_GLUED_CELLS.sub(r"\1 ", _GLUED_LABELS.sub(" ", line)) for line in lines]):
-        behind = _behind_prefix(line)
-        header = _parse_header(_without(prefix, line), index) or _parse_header(behind, index)
+        rest = _behind_prefix(line)
+        header = _parse_header(_without(prefix, line), index) or _parse_header(rest, index)
         if header is not None:
-            prefix = line[: len(line) - len(behind)].strip()
+            prefix = line[: len(line) - len(rest)].strip()
             tables.append(header)
             continue
         row = _parse_row(_without(prefix, line), tables[-1] if tables else Table())
-        if row is None and tables and _HEADING.match(prefix) and (at_end := _parse_row(behind, tables[-1])):
-            row = at_end._replace(tail=line[: len(line) - len(behind)].split())  # columns in front of the matrix
+        if row is None and tables and _HEADING.match(prefix) and (at_end := _parse_row(rest, tables[-1])):
+            row = at_end._replace(tail=line[: len(line) - len(rest)].split())  # columns in front of the matrix
         if row is None:
             continue
         if not tables or row.label in tables[-1].rows:

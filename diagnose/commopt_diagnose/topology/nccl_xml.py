@@ -81,7 +81,7 @@ def _read_devices(text: str, source: str) -> tuple[list[_Device], list[str]]:
         raise TopologyError(f"{source}: the XML of NCCL's topology is damaged: {error}") from None
     hosts = list(dict.fromkeys(cpu.get("host_hash") for cpu in cpus))
     counts = {"systems": len(documents), "hosts": len(hosts)}
-    notices = [f"there are {num} {things} in it: this is the first" for things, num in counts.items() if num > 1]
+    notices = [f"the file has {num} {kind}: only the first is shown" for kind, num in counts.items() if num > 1]
     return [device for cpu in cpus if cpu.get("host_hash") == hosts[0] for device in _walk(cpu)], notices
 
 
@@ -111,14 +111,14 @@ def _find_nets(devices: list[_Device], notices: list[str]) -> dict[str, _Device]
         if device.element.tag == "net":
             nets.setdefault(tuple(device.element.get(key, "") for key in ("name", "port", "guid")), device)
     names = {name for name, *_ in nets}
-    named: dict[str, _Device] = {}
+    by_name: dict[str, _Device] = {}
     for (name, *_), device in nets.items():
         is_merged = "+" in name and set(name.split("+")) <= names
         if not _VIRTUAL.match(name) and not is_merged:
-            named[f"{name or 'NIC'}:{len(named)}" if name in ("", *named) else name] = device
+            by_name[f"{name or 'NIC'}:{len(by_name)}" if name in ("", *by_name) else name] = device
     if num_virtual := sum(_VIRTUAL.match(name) is not None for name, *_ in nets):
         notices.append(f"virtual network interfaces are left out: {num_virtual}")
-    return named
+    return by_name
 
 
 def _gpu(label: str, device: _Device) -> Gpu:
@@ -159,19 +159,19 @@ def _links_of(
         if label in targets and other in targets:
             switched = min(targets[label]["NV", ""], targets[other]["NV", ""])
             for kind in ("NV", "XGMI"):
-                there, back = targets[label][kind, buses[other]], targets[other][kind, buses[label]]
-                if there or back:
-                    link = Link(kind, min(there, back) or max(there, back))
-                if (there > 0) != (back > 0):
-                    one_way.append(f"{label} to {other}" if there else f"{other} to {label}")
+                forward, backward = targets[label][kind, buses[other]], targets[other][kind, buses[label]]
+                if forward or backward:
+                    link = Link(kind, min(forward, backward) or max(forward, backward))
+                if (forward > 0) != (backward > 0):
+                    one_way.append(f"{label} to {other}" if forward else f"{other} to {label}")
             link = Link("NV", switched) if switched and not link.num_nvlinks else link
         links[frozenset((label, other))] = link
     coherent = [label for label in targets if devices[label].element.find("c2c") is not None]
-    for what, shown in (
+    for description, shown in (
         ("links are listed in one direction only", one_way),
         ("NVLink-C2C joins CPU and GPU", coherent),
     ):
-        notices += [f"{what}: {list_some(shown, 8)}"] if shown else []
+        notices += [f"{description}: {list_some(shown, 8)}"] if shown else []
     return links
 
 

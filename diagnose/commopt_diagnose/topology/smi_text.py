@@ -1,4 +1,4 @@
-"""Reads output of ``nvidia-smi topo`` from any version, coloured, indented, cut or wrapped, with text around it."""
+"""Reads output of ``nvidia-smi topo`` from any version, colored, indented, cut or wrapped, with text around it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def read_smi_text(text: str, source: str) -> Machine:
     names = {match[1]: match[2] for line in lines for match in _NIC_NAME.finditer(line)}
     gpus = tuple(_gpus_of(table, labels, lines))
     if not gpus:
-        raise TopologyError(f"{source}: a matrix without a GPU")
+        raise TopologyError(f"{source}: the matrix has no GPU")
     is_without = _is_without_nvlink(lines, table.line) and all(link.kind != "NV" for link in links.values())
     return Machine(
         source=source,
@@ -133,11 +133,11 @@ def _notices(table: Table, labels: Sequence[str], conflicts: Sequence[str], num_
     if missing := [label for label in labels if GPU.fullmatch(label) and label not in table.rows]:
         yield f"no row for {', '.join(missing)}: their links are read from the other rows"
     if conflicts:
-        yield f"two rows disagree on {', '.join(conflicts)}: the slower counts"
+        yield f"two rows disagree on {', '.join(conflicts)}: the slower link is taken"
     if not table.is_topology:
         yield "only a matrix of topo -p2p: what lies between GPUs is unknown"
     if num_tables > 1:
-        yield f"there are {num_tables} matrices in it: this is the first"
+        yield f"the text has {num_tables} matrices: only the first is shown"
 
 
 def _labels_of_rows(rows: Sequence[Row]) -> list[str]:
@@ -202,9 +202,9 @@ def _affinity(table: Table, row: Row | None, num_columns: int) -> tuple[str, str
     if row is None or (len(row.cells) < num_columns and not row.tail):
         return "", "", ""
     has_node = not table.headings or any(heading.startswith("numa") for heading in table.headings)
-    behind = list(row.tail)
-    own_node = behind.pop() if "gpu numa id" in table.headings and len(behind) > 1 else ""
-    if has_node and len(behind) == 1 and behind[0].isdecimal():
-        behind.insert(0, "")
-    cpus, node = [*behind, "", ""][:2]
+    words = list(row.tail)
+    own_node = words.pop() if "gpu numa id" in table.headings and len(words) > 1 else ""
+    if has_node and len(words) == 1 and words[0].isdecimal():
+        words.insert(0, "")
+    cpus, node = [*words, "", ""][:2]
     return cpus, node if has_node else "", own_node

@@ -47,7 +47,7 @@ def read_content(content: bytes, source: str) -> Machine:
         try:
             content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(_MAX_BYTES)
         except (OSError, EOFError, zlib.error) as error:
-            raise TopologyError(f"{source}: damaged .gz: {error}") from None
+            raise TopologyError(f"{source}: the gzip file is damaged: {error}") from None
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         text = content.decode("utf-16", errors="replace")
     elif b"\0" in content:
@@ -62,7 +62,7 @@ def read_content(content: bytes, source: str) -> Machine:
         return read_smi_text(text, source)
     except TopologyError:
         if "<pci busid=" in text:
-            return read_nccl_xml(text, source)  # which says what is cut off
+            return read_nccl_xml(text, source)  # its error says what is cut off
         raise
 
 

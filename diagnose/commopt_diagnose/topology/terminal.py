@@ -120,8 +120,8 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
         headings = {f"NIC{index}": nic for index, nic in enumerate(machine.nics)}
         _print_matrix(machine, {heading: nic.label for heading, nic in headings.items()}, console)
         rates = {nic: f" ({nic.bytes_per_s * 8 / 1e9:.0f} Gbit/s)" if nic.bytes_per_s else "" for nic in machine.nics}
-        named = [f"{heading} {nic.name}{rates[nic]}" for heading, nic in headings.items()]
-        print_text(", ".join(named), console, "dim")
+        columns_text = [f"{heading} {nic.name}{rates[nic]}" for heading, nic in headings.items()]
+        print_text(", ".join(columns_text), console, "dim")
     console.print()
     for place, cores, gpus in by_place(machine):
         of_gpus = ", ".join(_gpu_text(machine, gpu) for gpu in gpus)
@@ -161,9 +161,9 @@ def _print_matrix(machine: Machine, columns: dict[str, str], console: Console) -
         print_text(line, console)
 
 
-def _word(machine: Machine, one: str, other: str) -> Text:
-    link = machine.link(one, other)
-    return Text(str(link), _COLORS[link.kind]) if link else Text("x" if one == other else UNKNOWN, "dim")
+def _word(machine: Machine, first: str, other: str) -> Text:
+    link = machine.link(first, other)
+    return Text(str(link), _COLORS[link.kind]) if link else Text("x" if first == other else UNKNOWN, "dim")
 
 
 def _gpu_text(machine: Machine, gpu: Gpu) -> str:
@@ -173,10 +173,10 @@ def _gpu_text(machine: Machine, gpu: Gpu) -> str:
 
 
 def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
-    for alike in by_link(pairs):
-        shown = ", ".join(f"{pair.one}-{pair.other}" for pair in alike)
-        shown = shown if len(alike) <= _MAX_PAIRS else f"{len(alike)} pairs"
-        _, _, link, meaning, expectation = alike[0]
+    for equal_pairs in by_link(pairs):
+        shown = ", ".join(f"{pair.one}-{pair.other}" for pair in equal_pairs)
+        shown = shown if len(equal_pairs) <= _MAX_PAIRS else f"{len(equal_pairs)} pairs"
+        _, _, link, meaning, expectation = equal_pairs[0]
         print_text(Text.assemble((f"{link}", _COLORS[link.kind]), f" {title}: {meaning} ({shown})"), console)
         if expectation is not None:
             print_text(f"  expect: {expectation.text} [{expectation.source}]", console, "dim")

@@ -173,7 +173,7 @@ MISTAKES = [
     (("--output", "."), ". cannot be written: it is a folder"),
     (("--load", "model.json", "--from-run", "."), "--load model.json and --from-run . are two sources"),
     (("--predict", "25X"), "--predict must be a number of bytes"),
-    (("--buckets-of", "."), "needs the plan of that run"),
+    (("--buckets-of", "."), "needs --plan, the plan of that run"),
     (("--from-run", "."), "has no records of steps"),
     (("--load", "model.json", "--csv", "bench.csv"), "model.json is a link model: --output, --csv, --page and --model"),
     (("--load", "model.json"), "model.json is damaged"),

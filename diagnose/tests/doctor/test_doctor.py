@@ -300,6 +300,6 @@ raise SystemExit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
         timeout=240,
         env={name: value for name, value in os.environ.items() if not name.startswith("NCCL_")},
     )
-    first, second = ran.stdout.split("2 rank(s) on 1 host(s)")[-2:]
+    first, second = ran.stdout.split("2 ranks on 1 host")[-2:]
     differs = "NCCL_ALGO differs: unset on rank 0, Ring on rank 1"
     assert (differs in first, differs in second) == (True, False)

@@ -61,15 +61,15 @@ def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
         meeting = meet(facts, identity, limit_s=limit_s)
     except MeetingError as error:
         return str(error)
-    return [each.host for each in meeting.everybody], meeting.everybody[rank] == facts, meeting.unreachable
+    return [each.host for each in meeting.all_facts], meeting.all_facts[rank] == facts, meeting.unreachable
 
 
 def test_hosts_of_one_name() -> None:
     """If it fails, two machines that are both called localhost count as one, and are not tried."""
-    everybody = [replace(FACTS, rank=rank) for rank in range(4)]
-    named = [each.host for each in disambiguate_hosts(everybody, listeners=[0, 2])]
+    all_facts = [replace(FACTS, rank=rank) for rank in range(4)]
+    named = [each.host for each in disambiguate_hosts(all_facts, listeners=[0, 2])]
     assert named == ["a (rank 0)", "a (rank 0)", "a (rank 2)", "a (rank 2)"]
-    assert disambiguate_hosts(everybody, listeners=[0]) == everybody
+    assert disambiguate_hosts(all_facts, listeners=[0]) == all_facts
 
 
 def test_a_meeting_and_one_that_somebody_misses(port: int) -> None:
@@ -408,7 +408,7 @@ def test_two_hosts_of_slurm(lab: NetLab) -> None:
         " SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_PROCID=$NODE_RANK SLURM_LOCALID=0 SLURMD_NODENAME=host$NODE_RANK"
     )
     first, _ = outputs(lab, f"{variables} commopt doctor")
-    assert "2 rank(s) on 2 host(s)\nhost0, host1: gloo would use eth0, NCCL would use eth0\nNothing is wrong" in first
+    assert "2 ranks on 2 hosts\nhost0, host1: gloo would use eth0, NCCL would use eth0\nNothing is wrong" in first
 
 
 @pytest.mark.exhaustive

@@ -133,7 +133,7 @@ def test_unequal_links_without_switches_are_a_note() -> None:
     square = {"num_gpus": 4, "nics": (), "gpus": lambda low, high: "NV3"}
     assert found("cube_8", **square) == {}
     few = found("cube_8", "A100-SXM4-40GB", **square)["few_nvlinks"]
-    assert "has 9 NVLinks to the others, and its model has 12" in few.what
+    assert "has 9 NVLinks to the others, but its model has 12" in few.what
 
 
 def test_adapters() -> None:

@@ -64,7 +64,7 @@ def test_xml_of_switches_and_of_several_hosts() -> None:
     cut = XML.replace('0x1" numaid="1"', '0x2" numaid="1"')
     machine = read_content(cut.encode(), "dump")
     assert [gpu.label for gpu in machine.gpus] == ["GPU0", "GPU1"]
-    assert machine.notices == ("there are 2 hosts in it: this is the first",)
+    assert machine.notices == ("the file has 2 hosts: only the first is shown",)
 
 
 class FakeDriver:
@@ -290,7 +290,7 @@ def test_xml_with_links_that_join_nothing() -> None:
     assert codes["no_nvlink_column"].startswith("this is a file whose NVLinks lead to the GPU itself")
     assert "ring_over_sockets" not in codes
     twice = read_content((XML + XML).encode(), "dump")
-    assert (len(twice.gpus), twice.notices) == (3, ("there are 2 systems in it: this is the first",))
+    assert (len(twice.gpus), twice.notices) == (3, ("the file has 2 systems: only the first is shown",))
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_gzip() -> None:
     """If it fails, a compressed file is called binary."""
     packed = gzip.compress(SAMPLES["pcie_4"].tabbed().encode())
     assert len(read_content(packed, "sent").gpus) == 4
-    with pytest.raises(TopologyError, match=r"^sent: damaged .gz"):
+    with pytest.raises(TopologyError, match=r"^sent: the gzip file is damaged"):
         read_content(packed[:40], "sent")
 
 
