@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NAMES = ("blue", "cyan", "darkgreen", "green", "orange", "purple", "rapids", "red", "white", "yellow")
 COLORS = {name: color_to_hex(name) for name in _NAMES}
-"""Names of colours that nvtx knows, and their ARGB values."""
+"""Names of colors that nvtx knows, and their ARGB values."""
 
 RANGES = {
     "Batch": "blue",
@@ -32,7 +32,7 @@ RANGES = {
     "checkpoint": "white",
     "bucket": "orange",
 }
-"""The ranges and their default colours."""
+"""The ranges and their default colors."""
 
 _RANGE_OF_PHASE = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step", "other": None}
 
@@ -56,10 +56,10 @@ class NVTXRanges(PhaseCallback):
 
     Args:
         domain: the NVTX domain of the ranges.
-        colors: colours of some ranges, by their names in `RANGES`: a name in `COLORS`, or an ARGB integer.
+        colors: colors of some ranges, by their names in `RANGES`: a name in `COLORS`, or an ARGB integer.
 
     Raises:
-        ValueError: ``domain`` is not a string, or a range or a colour is unknown.
+        ValueError: ``domain`` is not a string, or a range or a color is unknown.
     """
 
     def __init__(self, *, domain: str = "lightning_commopt", colors: Mapping[str, str | int] | None = None) -> None:
@@ -244,7 +244,7 @@ def _callbacks(trainer: Trainer) -> list[Callback]:
 
 def _check_colors(colors: Mapping[str, str | int] | None) -> dict[str, int]:
     if not isinstance(colors, Mapping | None):
-        raise ValueError(f"colors must be a mapping from ranges to colours, or None, got {colors!r}")
+        raise ValueError(f"colors must be a mapping from ranges to colors, or None, got {colors!r}")
     checked = {}
     for name, color in (colors or {}).items():
         if name not in RANGES:

@@ -126,9 +126,9 @@ def with_plan(settings: Settings, strategy: Strategy) -> Settings:
     if isinstance(plan, ShardedPlan) and not any(name.endswith("data_parallel_size") for name in values):
         mesh = strategy.device_mesh  # type: ignore[attr-defined]  # every strategy with a ShardedPlan has one
         values |= {f"strategy.{dimension}_size": mesh[dimension].size() for dimension in mesh.mesh_dim_names}
-    given, whole = flat(_plan_options(plan, is_short=True)), flat(_plan_options(plan))
-    defaults = {name: value for name, value in whole.items() if name not in given}
-    return dataclasses.replace(settings, values=values).with_plan(given, defaults, type(plan).__name__)
+    explicit, complete = flat(_plan_options(plan, is_short=True)), flat(_plan_options(plan))
+    defaults = {name: value for name, value in complete.items() if name not in explicit}
+    return dataclasses.replace(settings, values=values).with_plan(explicit, defaults, type(plan).__name__)
 
 
 def _plan_options(plan: Plan, *, is_short: bool = False) -> dict[str, Any]:

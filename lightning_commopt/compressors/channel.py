@@ -53,7 +53,7 @@ class Channel:
         size: number of ranks in the group.
         rank: rank of this process in the group.
         within: channel over the ranks of this node; None if the group is not divided into nodes.
-        across: channel over the ranks with this rank's local rank, one on each node; None likewise.
+        across: channel over the ranks with this rank's local rank, one on each node; None if ``within`` is None.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class AloneChannel(Channel):
         size: number of ranks.
         rank: rank of this process.
         within: stand-in for the ranks of this node; None if the ranks are not divided into nodes.
-        across: stand-in for the ranks with this local rank, one on each node; None likewise.
+        across: stand-in for the ranks with this local rank, one on each node; None if ``within`` is None.
 
     Attributes:
         issued: the name of each collective, also of the lanes, and the bytes of its whole message.

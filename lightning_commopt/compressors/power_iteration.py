@@ -110,12 +110,12 @@ class PowerIteration(Compressor):
     def _begin_step(self, layout: Layout, device: torch.device, state: State) -> int:
         """Counts a step, and draws new random factors if that is due; returns the step's number, from 0."""
         step: int = state["step"]
-        if step and self._starts_anew(step):
+        if step and self._resets_factors(step):
             state.update(self._first_factors(layout, device, step))
         state["step"] += 1
         return step
 
-    def _starts_anew(self, step: int) -> bool:
+    def _resets_factors(self, step: int) -> bool:
         return self.refresh_steps is not None and step % self.refresh_steps == 0
 
     def _cut(self, layout: Layout) -> Parts:

@@ -66,8 +66,8 @@ class LowRank(PowerIteration):
         shapes = self._cut(layout).q_shapes
         return {"q": self._random_factors(shapes, device, wide_dtype(layout.dtype), step)}
 
-    def _starts_anew(self, step: int) -> bool:
-        return not self.warm_start or super()._starts_anew(step)
+    def _resets_factors(self, step: int) -> bool:
+        return not self.warm_start or super()._resets_factors(step)
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None

@@ -73,7 +73,7 @@ def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any)
         entries = _SHARD_ENTRIES if issubclass(cls, ShardedCompressor) else _BUCKET_ENTRIES
         for written in (name, *aliases):
             if "." in written or normalize_name(written) in ("", "none"):
-                raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {written!r}")
+                raise ValueError(f"a compressor's name must not be empty or 'none', nor contain a dot, got {written!r}")
             existing = entries.get(normalize_name(written))
             if existing is not None and not (existing.name == name and _is_redefinition(existing.cls, cls)):
                 raise ValueError(f"{written!r} is already the name of {import_path(existing.cls)}: choose another name")

@@ -39,7 +39,7 @@ _KIND = "commopt prediction"
 
 
 class _Numbers(NamedTuple):
-    """What a file has besides the parts of a `Basis`."""
+    """The numbers of a `Basis`, which its file holds next to plan, workload, link and costs."""
 
     step_s: float
     arithmetic_factor: float

@@ -22,7 +22,7 @@ from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.text.validation import warn_once
 
 LARGE_BYTES = 2**24
-"""Size of the larger of two kinds of scratch buckets: one piece of those that `in_pieces` cuts."""
+"""Bytes of the larger of two kinds of scratch buckets: one of the pieces into which `in_pieces` cuts a bucket."""
 
 ISSUE_S = 0.4e-3
 """Processor time of issuing a collective from a thread on CPU, which is Python with cold caches. Chosen on jobs of the

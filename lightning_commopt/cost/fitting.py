@@ -1,7 +1,7 @@
 """Fits the parts of a step to a run, so that the model reproduces the steps that the run has measured.
 
 Parts that were measured alone take longer in training: other threads want the same cores, caches and memory. A fit
-finds the one factor by which they do. What no factor explains stays in every step, whatever its plan.
+finds the one factor by which they do. What no factor explains is added to every step, whatever its plan.
 """
 
 from __future__ import annotations

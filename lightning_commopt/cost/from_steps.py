@@ -49,8 +49,8 @@ def workload_of_steps(
     # Gradient sync that shares its core makes backward longer, and buffers that are broadcast make forward longer.
     # Both would look like differences between ranks, so the smaller of two estimates counts.
     scale = (forward_s + backward_s) / max(forward_s, 1e-9)
-    seen = [[[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]]
-    seen += [[[scale * part.forward_s for part in of_rank] for of_rank in parts]] if shares_core else []
+    estimates = [[[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]]
+    estimates += [[[scale * part.forward_s for part in of_rank] for of_rank in parts]] if shares_core else []
     return Workload(
         gradients=tuple(gradients),
         forward_s=forward_s,
@@ -59,10 +59,10 @@ def workload_of_steps(
         data_s=median(part.data_s for part in every),
         num_batches=_num_batches(next(record for record in ranks[0] if record.buckets)),
         spread_s=min(
-            median(stdev(times_s) if len(times_s) > 1 else 0.0 for times_s in computing) for computing in seen
+            median(stdev(times_s) if len(times_s) > 1 else 0.0 for times_s in computing) for computing in estimates
         ),
         num_ranks=num_ranks,
-        straggler_s=min(map(_straggler_s, seen)),
+        straggler_s=min(map(_straggler_s, estimates)),
         shares_core=shares_core,
         device=device,
         is_per_gradient=is_per_gradient,
@@ -183,8 +183,8 @@ def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | No
     for index in sorted(layout.keys() & ready_s.keys()):
         names, at_s = layout[index].names, median(ready_s[index])
         known = {name: shapes[name] for name in names if name in shapes}
-        left = layout[index].gradient_bytes - sum(shape.num_bytes for shape in known.values())
-        vector = Shape((max(0, left) // 4 // max(1, len(names) - len(known)),), 4)
+        remaining_bytes = layout[index].gradient_bytes - sum(shape.num_bytes for shape in known.values())
+        vector = Shape((max(0, remaining_bytes) // 4 // max(1, len(names) - len(known)),), 4)
         for place, name in enumerate(names, 1):
             shape = known.get(name, vector)
             gradients.append(Gradient(name, *shape, before_s + (at_s - before_s) * place / len(names)))

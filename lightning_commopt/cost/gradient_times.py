@@ -133,13 +133,13 @@ class GradientTimes:
         backwards = [marks for marks in self._backwards if len(marks) > 1]
         if not backwards:
             raise ValueError("no backward has computed a gradient yet")
-        kept = backwards[1:] or backwards
-        self._clock.wait_for(list(kept[-1].values())[-1])
-        order = [name for name in kept[-1] if name]
-        order += [name for name in self._parameters if name not in kept[-1]]
+        counted = backwards[1:] or backwards
+        self._clock.wait_for(list(counted[-1].values())[-1])
+        order = [name for name in counted[-1] if name]
+        order += [name for name in self._parameters if name not in counted[-1]]
         last_s, gradients = 0.0, []
         for name in order:
-            last_s = max(last_s, self.slowdown * self._ready_s(name, kept))
+            last_s = max(last_s, self.slowdown * self._ready_s(name, counted))
             parameter = self._parameters[name]
             gradients.append(Gradient(name, tuple(parameter.shape), parameter.element_size(), last_s))
         return tuple(gradients)

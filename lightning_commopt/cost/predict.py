@@ -97,8 +97,11 @@ def predict(
     reasons = _reasons(plan, workload, link, costs, num_ranks)
     is_extrapolated = planned_link is not link
     if is_extrapolated:
-        seen = f"the run sent {(link.seen_bytes or 0.0) / 1e6:.3g} MB in a step"
-        reasons = (*reasons, f"{seen}, and plans that send up to {num_bytes / 1e6:.3g} MB are extrapolated from that")
+        measured = f"the run sent {(link.seen_bytes or 0.0) / 1e6:.3g} MB in a step"
+        reasons = (
+            *reasons,
+            f"{measured}, and plans that send up to {num_bytes / 1e6:.3g} MB are extrapolated from that",
+        )
     errors = errors_of(plan, workload, planned_link, costs, num_ranks)
     if fitted is not None:
         errors = _relative_errors(

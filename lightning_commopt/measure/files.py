@@ -264,10 +264,10 @@ def _append(path: Path, data: bytes) -> int:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":  # a killed process has left a part of a line
                 data = b"\n" + data
-        left = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while left:
-                left = left[file.write(left) :]
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
         except OSError:
             with suppress(OSError):
                 file.truncate(size)

@@ -48,14 +48,14 @@ def write_whole(path: Path, text: str, *, newline: str | None = None) -> None:
     Raises:
         OSError: it cannot be written; the error names the file.
     """
-    how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": newline}
+    text_options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": newline}
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, **how)
+            path.write_text(text, **text_options)
             return
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            unfinished.write_text(text, **how)
+            unfinished.write_text(text, **text_options)
             unfinished.replace(path)
         except OSError:
             with suppress(OSError):

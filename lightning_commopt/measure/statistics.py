@@ -103,15 +103,16 @@ class Steps(NamedTuple):
     @classmethod
     def of(cls, values: ArrayLike) -> Steps:
         """Sums up steps, ``(num_ranks, num_steps, len(QUANTITIES))``, the same on all ranks; else a ValueError."""
-        given = np.asarray(values, dtype=np.float64)
-        if given.ndim != 3 or given.shape[0] < 1 or given.shape[2] != len(QUANTITIES):
+        quantities = np.asarray(values, dtype=np.float64)
+        if quantities.ndim != 3 or quantities.shape[0] < 1 or quantities.shape[2] != len(QUANTITIES):
             raise ValueError(
-                f"values must be (num_ranks, num_steps, {len(QUANTITIES)}) with at least one rank, got {given.shape}"
+                f"values must be (num_ranks, num_steps, {len(QUANTITIES)}) with at least one rank,"
+                f" got {quantities.shape}"
             )
-        num_ranks, num_steps, num_quantities = given.shape
+        num_ranks, num_steps, num_quantities = quantities.shape
         columns = np.empty((num_ranks, num_steps, len(COLUMNS)))
-        columns[:, :, :num_quantities] = given
-        waiting = given[:, :, [_AT["wire_s"], _AT["exposed_s"]]]
+        columns[:, :, :num_quantities] = quantities
+        waiting = quantities[:, :, [_AT["wire_s"], _AT["exposed_s"]]]
         least = waiting.min(axis=0)
         np.subtract(waiting, least, out=columns[:, :, num_quantities:])
         sums = np.empty(len(SUMS))
@@ -200,14 +201,14 @@ def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int) -> Ar
     """
     weighted = [(count / len(block), block) for block, count in zip(blocks, counts, strict=True)]
     weighted.sort(key=lambda pair: pair[0], reverse=True)
-    kept, num_kept, num_seen = [], 0, 0.0
+    blocks_taken, num_kept, num_seen = [], 0, 0.0
     for weight, block in weighted:
-        kept.append(block[: max_steps - num_kept])
-        num_kept += len(kept[-1])
-        num_seen += weight * len(kept[-1])
-    steps = np.concatenate(kept)
+        blocks_taken.append(block[: max_steps - num_kept])
+        num_kept += len(blocks_taken[-1])
+        num_seen += weight * len(blocks_taken[-1])
+    steps = np.concatenate(blocks_taken)
     random = Random()
-    for (weight, block), taken in zip(weighted, kept, strict=True):
+    for (weight, block), taken in zip(weighted, blocks_taken, strict=True):
         for index in range(len(taken), len(block)):
             num_seen += weight
             random.seed(round(num_seen) - 1)

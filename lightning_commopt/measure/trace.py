@@ -194,8 +194,8 @@ def _events(records: RankRecords, rows: _Rows, origin: int) -> list[dict[str, An
             events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}})
         for piece in slices:
             times = {"ts": (piece.start - origin) / _TICKS_PER_US, "dur": (piece.end - piece.start) / _TICKS_PER_US}
-            named = {"name": piece.name, "cat": row.split()[0], "ph": "X", "pid": pid, "tid": tid}
-            events.append({**named, **times, "args": dict(piece.args)})
+            event = {"name": piece.name, "cat": row.split()[0], "ph": "X", "pid": pid, "tid": tid}
+            events.append({**event, **times, "args": dict(piece.args)})
     steps = [piece for piece in rows["steps"] if piece.args["gradient_bytes"]]
     exposed = [(piece.start, piece.args["exposed_ms"]) for piece in steps]
     for at, exposed_ms in [*exposed, *[(piece.end, 0) for piece in steps[-1:]]]:

@@ -60,7 +60,7 @@ class Verdict:
 
     headline: str
     recommendations: tuple[str, ...]
-    note: str = ""  # which statistic the predicted speed-ups refer to; empty without predictions
+    note: str = ""  # the statistic that predicted speed-ups refer to; empty without predictions
 
 
 def verdict(
@@ -88,12 +88,12 @@ def verdict(
     checks_s = sum(operation.seconds or 0.0 for operation in operations if _is_check(operation))
     costs = costs._replace(data_s=max(0.0, costs.data_s - checks_s))
     present = Present(costs.step_s, costs.exposed_s, comm_hook, is_lossy)
-    for_communication = [*_for_waiting(costs), *shorter_steps(present, forecasts)]
-    data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.bound_text(costs.exposed_s)
+    for_communication = [*_recommend_for_waiting(costs), *shorter_steps(present, forecasts)]
+    data, exposed, bound = _recommend_for_data(costs), costs.share(costs.exposed_s), costs.bound_text(costs.exposed_s)
     if world_size == 1:
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
     elif is_diloco(comm_hook):
-        headline, recommendations = _with_exchanges(costs, metrics), [*_for_exchanges(costs, metrics), *data]
+        headline, recommendations = _with_exchanges(costs, metrics), [*_recommend_for_exchanges(costs, metrics), *data]
     elif not costs.comm_s > 0:
         headline, is_hidden = _without_sync(world_size, costs, operations)
         for_sharded = _for_sharded(comm_hook, operations)
@@ -107,7 +107,7 @@ def verdict(
             f"The other ranks wait for rank {costs.straggler_rank:.0f}, which computes"
             f" {short_percent(costs.straggler_slowdown)} longer than they do. No compression helps against that."
         )
-        recommendations = [_for_straggler(costs), *data, *for_communication]
+        recommendations = [_recommend_for_straggler(costs), *data, *for_communication]
     elif data and costs.data_s > costs.exposed_s:
         headline = f"{costs.share(costs.data_s)} of the step waits for data, and {exposed} for communication."
         recommendations = [*data, *for_communication]
@@ -119,7 +119,7 @@ def verdict(
         recommendations = [*exact_alternative(present, forecasts), *data]
     return Verdict(
         headline=headline,
-        recommendations=(*recommendations, *_for_operations(costs, operations)),
+        recommendations=(*recommendations, *_recommend_for_operations(costs, operations)),
         note=statistic_text(forecasts) if costs.comm_s > 0 or operations else "",
     )
 
@@ -136,7 +136,7 @@ def _with_exchanges(costs: Costs, metrics: Mapping[str, float]) -> str:
     return f"{waits} {longest}. If all of it were hidden: {costs.bound_text(costs.exposed_s)}."
 
 
-def _for_exchanges(costs: Costs, metrics: Mapping[str, float]) -> list[str]:
+def _recommend_for_exchanges(costs: Costs, metrics: Mapping[str, float]) -> list[str]:
     """Recommends what hides exchanges; all of it changes what is trained."""
     if not costs.comm_s > 0 or not costs.is_worth(costs.exposed_s):
         return []
@@ -220,7 +220,7 @@ def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
     ]
 
 
-def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
+def _recommend_for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do about collectives that are not gradient sync."""
     recommendations = []
     for operation in operations:
@@ -252,7 +252,7 @@ def _is_check(operation: Operation) -> bool:
     return (operation.source, operation.operation, operation.phase) == ("lightning", "broadcast", "data")
 
 
-def _for_straggler(costs: Costs) -> str:
+def _recommend_for_straggler(costs: Costs) -> str:
     bound = costs.bound_text(costs.straggler_slowdown * (costs.step_s - costs.exposed_s))
     return (
         f"Look at rank {costs.straggler_rank:.0f} first: other programs on its cores or its GPU, clocks and"
@@ -261,7 +261,7 @@ def _for_straggler(costs: Costs) -> str:
     )
 
 
-def _for_data(costs: Costs) -> list[str]:
+def _recommend_for_data(costs: Costs) -> list[str]:
     if not costs.data_s >= _DATA_DOMINATES * costs.step_s:
         return []
     return [
@@ -270,7 +270,7 @@ def _for_data(costs: Costs) -> list[str]:
     ]
 
 
-def _for_waiting(costs: Costs) -> list[str]:
+def _recommend_for_waiting(costs: Costs) -> list[str]:
     is_most = costs.straggler_rank < 0 and costs.exposed_wait_s > costs.exposed_s / 2
     if not is_most or not costs.is_worth(costs.exposed_wait_s):
         return []

@@ -189,5 +189,5 @@ def _check_bucket_cap(value: object) -> float | tuple[float, ...] | None:
 
 def _check_mib(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not (0 < float(value) < math.inf):
-        raise OptionError(f"bucket_cap_mb must be a number of MiB above 0, or a list of such, got {value!r}")
+        raise OptionError(f"bucket_cap_mb must be a number of MiB above 0, or a list of such numbers, got {value!r}")
     return int(value) if isinstance(value, Integral) else float(value)

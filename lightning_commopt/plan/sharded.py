@@ -149,11 +149,11 @@ class ShardedPlan(Plan):
 
     def unit_options(self) -> dict[str, Any]:
         """Returns the values to set on each unit, by the names of the setters of ``FSDPModule``."""
-        given = {
+        values = {
             "set_separate_reduce_scatter_group": self.separate_reduce_scatter_group,
             "set_reduce_scatter_max_input_buffers": self.reduce_scatter_max_input_buffers,
         }
-        return {setter: value for setter, value in given.items() if value not in (None, False)}
+        return {setter: value for setter, value in values.items() if value not in (None, False)}
 
 
 def check_available(option: str = "comm_hook") -> None:

@@ -138,7 +138,9 @@ def register_with(module: ModuleType) -> None:
     # This import is not at the top because it imports torch; see `aliases`.
     from lightning_commopt.compressors.catalog import ready_compressors, ready_shards
 
-    entries: list[tuple[str, str, dict[str, Any]]] = [(name, "CommOptDDP", given) for name, given in aliases().items()]
+    entries: list[tuple[str, str, dict[str, Any]]] = [
+        (name, "CommOptDDP", options) for name, options in aliases().items()
+    ]
     others: list[tuple[str, str, Iterable[str]]] = [("commopt_diloco", "CommOptDiLoCo", ready_compressors())]
     if our_module != "lightning_commopt.fabric":
         # Fabric's CommOptModelParallel has a required argument, parallelize_fn, so a name alone cannot create it.

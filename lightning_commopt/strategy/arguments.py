@@ -71,7 +71,7 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
     Raises:
         OptionError: an argument is wrong, unknown or given twice, or arguments contradict each other.
     """
-    given, options, lightning_arguments = _split_arguments(arguments, CommPlan)
+    passed, options, lightning_arguments = _split_arguments(arguments, CommPlan)
     ddp_arguments = dict(arguments["kwargs"])
     if "device_ids" in ddp_arguments:
         raise OptionError(
@@ -79,8 +79,8 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
             " the Trainer's or Fabric's devices"
         )
     _refuse_compressor_options(ddp_arguments, options["comm_hook"])
-    check_option_names(ddp_arguments, known=sorted({*given, *ddp_options()} - {"device_ids"}))
-    check_arguments(given)
+    check_option_names(ddp_arguments, known=sorted({*passed, *ddp_options()} - {"device_ids"}))
+    check_arguments(passed)
     bucket_sizes = ddp_arguments.pop("bucket_cap_mb_list", None)
     if bucket_sizes is not None:
         if options.get("bucket_cap_mb") is not None:
@@ -88,9 +88,9 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
         if not isinstance(bucket_sizes, Sequence) or isinstance(bucket_sizes, str):
             raise OptionError(f"bucket_cap_mb_list must be a list of bucket sizes in MiB, got {bucket_sizes!r}")
         options["bucket_cap_mb"] = list(bucket_sizes)
-    tuned = TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **ddp_arguments, **options})
-    plan = plan_from_option(CommPlan, given.get("plan"), options)
-    _warn_of_unused(given, plan)
+    tuned = TuneOptions.of(passed.get("plan"), passed.get("lossy"), {**passed, **ddp_arguments, **options})
+    plan = plan_from_option(CommPlan, passed.get("plan"), options)
+    _warn_of_unused(passed, plan)
     if plan.comm_hook is not None and ddp_arguments.get("mixed_precision") is not None:
         raise OptionError(
             "comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook, and mixed_precision sets one"
@@ -102,43 +102,43 @@ def sharded_plan_from_arguments(
     arguments: Mapping[str, Any],
 ) -> tuple[ShardedPlan, TuneOptions | None, dict[str, Any]]:
     """Splits the arguments of a strategy for sharded models; see `plan_from_arguments`."""
-    given, options, lightning_arguments = _split_arguments(arguments, ShardedPlan)
+    passed, options, lightning_arguments = _split_arguments(arguments, ShardedPlan)
     for name in arguments["kwargs"]:
-        if name in (*given, "kwargs") or name not in {*ddp_options(), *CommPlan.options(), "ddp_comm_hook"}:
-            raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
+        if name in (*passed, "kwargs") or name not in {*ddp_options(), *CommPlan.options(), "ddp_comm_hook"}:
+            raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*passed])}")
         ShardedPlan.check_names([name])
-    check_arguments(given)
-    if given["plan"] == AUTO and "lossy" not in given:
+    check_arguments(passed)
+    if passed["plan"] == AUTO and "lossy" not in passed:
         raise OptionError(
             "plan='auto' is not available for sharded models in Fabric: it chooses during the fit of a Trainer. Pass"
             " comm_hook, or a ShardedPlan"
         )
-    tuned = TuneOptions.of_shards(given["plan"], given.get("lossy"), given)
-    plan = plan_from_option(ShardedPlan, given["plan"], options)
+    tuned = TuneOptions.of_shards(passed["plan"], passed.get("lossy"), passed)
+    plan = plan_from_option(ShardedPlan, passed["plan"], options)
     plan.check_torch()
     return plan, tuned, lightning_arguments
 
 
 def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan, dict[str, Any]]:
     """Splits the arguments of `CommOptDiLoCo` into the plan and the arguments for Lightning's strategy."""
-    given, options, lightning_arguments = _split_arguments(arguments, DiLoCoPlan)
+    passed, options, lightning_arguments = _split_arguments(arguments, DiLoCoPlan)
     for name in arguments["kwargs"]:
         if name in (*ddp_options(), *CommPlan.options()):
             within_node = f"wraps a model in DDP only within a node: write inner={{{name!r}: ...}}"
-            reason = within_node if "inner" in given else "does not use DDP in Fabric"
+            reason = within_node if "inner" in passed else "does not use DDP in Fabric"
             raise OptionError(f"{name} is an option of DDP, and DiLoCo {reason}")
-        raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
-    check_arguments(given)
-    if given.get("uneven_batches") == "allow":
+        raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*passed])}")
+    check_arguments(passed)
+    if passed.get("uneven_batches") == "allow":
         raise OptionError(
             "uneven_batches='allow' is not possible with DiLoCo: ranks must exchange after the same steps"
         )
-    is_patient = given.get("patience_s") is not None
-    if is_patient and given["sigterm_every_n_steps"] is not None:
+    is_patient = passed.get("patience_s") is not None
+    if is_patient and passed["sigterm_every_n_steps"] is not None:
         raise OptionError(
             "patience_s and sigterm_every_n_steps exclude each other: an agreement on SIGTERM waits for all ranks"
         )
-    plan = plan_from_option(DiLoCoPlan, given["plan"], options)
+    plan = plan_from_option(DiLoCoPlan, passed["plan"], options)
     if is_patient and plan.inner is not None:
         raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
     if is_patient and is_hierarchical(plan.comm_hook):
@@ -150,9 +150,9 @@ def _split_arguments(
     arguments: Mapping[str, Any], plan: type[Plan]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Returns all named arguments of a constructor, those that are options of its plan, and those for Lightning."""
-    given = named_arguments(arguments)
-    options = {name: value for name, value in given.items() if name in plan.options()}
-    return given, options, {name: given[name] for name in given if name not in (*options, *OWN_OPTIONS)}
+    passed = named_arguments(arguments)
+    options = {name: value for name, value in passed.items() if name in plan.options()}
+    return passed, options, {name: passed[name] for name in passed if name not in (*options, *OWN_OPTIONS)}
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,17 +176,17 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _warn_of_unused(given: Mapping[str, Any], plan: CommPlan) -> None:
+def _warn_of_unused(passed: Mapping[str, Any], plan: CommPlan) -> None:
     """Warns once about arguments that have no effect because of other arguments."""
-    has_hook = given.get("ddp_comm_hook") is not None
-    is_local_sgd = isinstance(given.get("ddp_comm_state"), PostLocalSGDState)
+    has_hook = passed.get("ddp_comm_hook") is not None
+    is_local_sgd = isinstance(passed.get("ddp_comm_state"), PostLocalSGDState)
     needs = {
         "ddp_comm_state": (has_hook or is_local_sgd, "ddp_comm_hook"),
         "ddp_comm_wrapper": (has_hook, "ddp_comm_hook"),
         "model_averaging_period": (is_local_sgd, "a PostLocalSGDState as ddp_comm_state"),
     }
     for name, (has_effect, needed) in needs.items():
-        if given.get(name) is not None and not has_effect:
+        if passed.get(name) is not None and not has_effect:
             warn_once(f"{name} has no effect: it needs {needed}.")
     # DDP searches for unused parameters only with one of these two; with a static graph it does so once.
     if plan.skip_all_reduce_unused_params and not (plan.find_unused_parameters or plan.static_graph):

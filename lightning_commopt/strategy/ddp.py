@@ -114,9 +114,9 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
         lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        given, tuned, self._lightning_arguments = plan_from_arguments(dict(locals()))
+        plan_given, tuned, self._lightning_arguments = plan_from_arguments(dict(locals()))
         torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
-        self.gradient_sync = GradientSync(given, torch_hook)
+        self.gradient_sync = GradientSync(plan_given, torch_hook)
         self.auto_plan = FitPlan(self, tuned)
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
         self._save_comm_state, self.uneven_batches = save_comm_state, uneven_batches

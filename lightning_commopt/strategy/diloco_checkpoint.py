@@ -130,10 +130,12 @@ class SavesRanks(LivingCollectives):
     ) -> None:
         rounds.wait()
         if not rounds.is_exact:
-            behind = " before it, because rank 0 has missed it, too" if rounds.is_behind and self.is_global_zero else ""
+            rank_0_note = (
+                " before it, because rank 0 has missed it, too" if rounds.is_behind and self.is_global_zero else ""
+            )
             warn(
                 "A rank has missed an exchange of DiLoCo: the checkpoint has the global weights"
-                f"{behind}, but not the state that each rank needs to resume exactly."
+                f"{rank_0_note}, but not the state that each rank needs to resume exactly."
             )
             return
         # Paths may contain numbers that differ between ranks, so all ranks take rank 0's.

@@ -153,7 +153,7 @@ def check_backward(
     """Raises if DDP, as it was set up, would not synchronize all gradients of the backward that begins."""
     if trainable.has_unfrozen(optimizers):
         raise MisconfigurationException(
-            "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
+            "A parameter was unfrozen within the training step, after DDP had built its buckets: each rank"
             " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters are trained"
             " alternately, leave all unfrozen when fit starts and use CommOptDDP(find_unused_parameters=True)."
         )

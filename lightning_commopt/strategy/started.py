@@ -54,8 +54,8 @@ class StartedAsDDP(StartsRanks, _DDPStrategy):
     def __repr__(self) -> str:
         """Returns a text that helps in the error of a Fabric that was given a strategy for a Trainer."""
         name = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in BASES)
-        where = f"{type(self).__module__}.{name} for {package_of(self)}.Trainer, {self.plan.name}"
-        return f"<{where}; for Fabric there is lightning_commopt.fabric.{name}>"
+        description = f"{type(self).__module__}.{name} for {package_of(self)}.Trainer, {self.plan.name}"
+        return f"<{description}; for Fabric there is lightning_commopt.fabric.{name}>"
 
     @property
     def start_method(self) -> str:

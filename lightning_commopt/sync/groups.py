@@ -25,7 +25,7 @@ class BorrowedGroups:
 
     all_ranks: dist.ProcessGroup  # has the ranks of the group ``beside`` of `borrow_groups`
     within: dist.ProcessGroup | None  # has the ranks of this node; None without ``ranks_per_node``
-    across: dist.ProcessGroup | None  # has one rank of each node, those with this local rank; None likewise
+    across: dist.ProcessGroup | None  # has one rank of each node, those with this local rank; None without nodes
     is_free: bool = False
 
     def return_to_pool(self) -> None:

@@ -188,11 +188,13 @@ def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     slowest_s = min([other.prediction.high_s for other in promising], default=0.0)
     promising = [other for other in promising if other.prediction.low_s < slowest_s]
     best_s = min([own.step_s, *(other.prediction.step_s for other in allowed)])
-    chosen = _diverse(promising, own.step_s, basis)
+    chosen = _ordered_by_diversity(promising, own.step_s, basis)
     return Shortlist(Candidate(base, own), tuple(chosen), _not_allowed(basis, options, best_s))
 
 
-def _diverse(promising: Sequence[Candidate[CommPlan]], own_s: float, basis: Basis) -> list[Candidate[CommPlan]]:
+def _ordered_by_diversity(
+    promising: Sequence[Candidate[CommPlan]], own_s: float, basis: Basis
+) -> list[Candidate[CommPlan]]:
     """Returns candidates in the order in which to try them; ``promising`` begins with the fastest."""
     best: dict[Compressor | None, Candidate[CommPlan]] = {}
     for candidate in promising:
@@ -205,8 +207,8 @@ def _diverse(promising: Sequence[Candidate[CommPlan]], own_s: float, basis: Basi
     def ratio(candidate: Candidate[CommPlan]) -> float:
         """Returns how many times more or fewer buckets it has than the nearest chosen one with its compressor."""
         own, hook = num_buckets[candidate.plan], candidate.plan.comm_hook
-        same = [num_buckets[other.plan] for other in chosen if other.plan.comm_hook == hook]
-        return min((max(own, number) / min(own, number) for number in same), default=1.0)
+        numbers = [num_buckets[other.plan] for other in chosen if other.plan.comm_hook == hook]
+        return min((max(own, number) / min(own, number) for number in numbers), default=1.0)
 
     while promising and len(chosen) < MAX_CANDIDATES:
         other = max(promising, key=ratio)

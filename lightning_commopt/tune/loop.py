@@ -70,7 +70,7 @@ class LoopPlan(AutoPlan[BucketedStrategy]):
         trained, self._trained = self._trained, []
         self._num_steps += 1
         if self._tuner is not None and trained != [self._tuned]:
-            self._start_anew(trained)
+            self._restart_for_other_modules(trained)
         if self._is_due and len(trained) > 1:
             self._is_due = False
             warn(
@@ -86,7 +86,7 @@ class LoopPlan(AutoPlan[BucketedStrategy]):
         if module not in self._trained:
             self._trained.append(module)
 
-    def _start_anew(self, trained: Sequence[SyncedModule]) -> None:
+    def _restart_for_other_modules(self, trained: Sequence[SyncedModule]) -> None:
         """Ends tuning for one module, and starts it for others, which get the plan that was chosen."""
         assert self._tuner is not None
         self._tuner.return_group()

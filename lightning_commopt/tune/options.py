@@ -130,7 +130,9 @@ def _allowed(
     allowed = _lossy(lossy, from_config)
     if plan != AUTO:
         if allowed:
-            raise OptionError(f"lossy={lossy!r} needs plan='auto', got {plan!r}: it lists what that may choose")
+            raise OptionError(
+                f"lossy={lossy!r} lists what plan='auto' may choose, so it needs plan='auto', got {plan!r}"
+            )
         return None
     if options.get("uneven_batches") == "allow":
         raise OptionError("plan='auto' and uneven_batches='allow' exclude each other: ranks are timed together")

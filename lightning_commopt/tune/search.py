@@ -216,9 +216,11 @@ class Search:
         settling_steps = max(0.0, slowest_s / base_s - 1)
         expected = 1.0
         if arm:
-            seen = [visit for visit in self.visits if visit.arm == arm]
+            visits = [visit for visit in self.visits if visit.arm == arm]
             guess = self._expected[arm]
-            expected = typical_s(seen, arm) / base_s if seen else limits.UNKNOWN_SLOWDOWN if guess is None else guess
+            expected = (
+                typical_s(visits, arm) / base_s if visits else limits.UNKNOWN_SLOWDOWN if guess is None else guess
+            )
         num_slow = num_settling - 1 + limits.NUM_TIMED_STEPS
         cost = (is_change + (arm != 0)) * (change_steps + settling_steps) + num_slow * max(0.0, expected - 1)
         self._is_too_dear = self.lost_s / base_s + cost > self._budget_steps
@@ -236,12 +238,12 @@ class Search:
 
     def _winner(self, active: list[int]) -> int:
         """Returns the fastest plan that is faster than the user's beyond the noise, seen twice; 0 if none is."""
-        known, seen = gains(self._all_visits), [visit.arm for visits in self._all_visits for visit in visits]
+        known, visited = gains(self._all_visits), [visit.arm for visits in self._all_visits for visit in visits]
         net = self._net(known)
         sure = [
             arm
             for arm in active
-            if arm in known and known[arm].low > 0 and net[arm].gain >= limits.MIN_GAIN and seen.count(arm) > 1
+            if arm in known and known[arm].low > 0 and net[arm].gain >= limits.MIN_GAIN and visited.count(arm) > 1
         ]
         return max(sure, key=lambda arm: net[arm].gain, default=0)
 

@@ -214,12 +214,12 @@ class Tuner:
         self._guard_plan(self.plans[arm] if arm > 0 and not is_timed else None)
         self.has_decided = self.is_over or not is_timed
         self._timer.restart(is_exact=bool(is_timed))
-        self._tell()
+        self._log_search()
         if self.is_over:
             self.close()
             self._group.return_to_pool()
 
-    def _tell(self) -> None:
+    def _log_search(self) -> None:
         """Logs that a search begins, and later its result, each once."""
         text = "" if self.director is None else text_to_log(self.director, self.plans)
         is_wanted = self.director is not None and (self._tells_verdict or self.director.is_searching)

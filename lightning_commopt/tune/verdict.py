@@ -118,8 +118,8 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
         return f"{own}. The fit ended within the search."
     result, arm = director.searches[-1], director.chosen
     if not arm:
-        left = [_LEFT[event.what] for event in director.events if event.what in _LEFT]
-        reason = left[-1] if result.arm and left else _WHY.get(result.why, result.why)
+        reasons = [_LEFT[event.what] for event in director.events if event.what in _LEFT]
+        reason = reasons[-1] if result.arm and reasons else _WHY.get(result.why, result.why)
         return f"{own}, after {result.num_steps} steps of search: {reason}."
     gain, base_s = result.gains[arm], result.base_s
     after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} per step instead of {MILLISECONDS.text(base_s)}"
@@ -177,13 +177,13 @@ class History:
         first_step, num_steps = self._num_steps, len(seconds)
         self._num_steps += num_steps
         known = [s for s in seconds if not math.isnan(s)]
-        kept = seconds if is_timed else [statistics.fmean(known) if known else math.nan]
-        self._num_numbers += len(kept)
+        times_s = seconds if is_timed else [statistics.fmean(known) if known else math.nan]
+        self._num_numbers += len(times_s)
         if self._num_numbers > _MAX_NUMBERS:
             return
-        numbers = [None if math.isnan(s) else float(f"{s:.6g}") for s in kept]
+        numbers = [None if math.isnan(s) else float(f"{s:.6g}") for s in times_s]
         last = self.stretches[-1] if self.stretches else None
-        if last is not None and last.plan == plan and last.steps_per_number * len(kept) == num_steps:
+        if last is not None and last.plan == plan and last.steps_per_number * len(times_s) == num_steps:
             self.stretches.pop()
             first_step, num_steps = last.first_step, last.num_steps + num_steps
             numbers = [*last.seconds, *numbers]

@@ -50,7 +50,7 @@ class ChangedParameters:
         if first_rank == self._rank:
             store.set("waits", json.dumps(place))
         store.add(f"{key}/come", 1)
-        if not poll(lambda: self._have_all_come(key, names), self._timeout_s):
+        if not poll(lambda: self._have_all_arrived(key, names), self._timeout_s):
             raise _error(names, f"on another rank nothing within {self._timeout_s:g} s")
 
     def find_waiting_rank(self, place: Place, is_in_batch: bool) -> None:
@@ -65,7 +65,7 @@ class ChangedParameters:
         if waits_at > self._last and (place > waits_at or (place == waits_at and is_in_batch)):
             self._store.set(f"{_key(waits_at)}/passed", str(self._rank))
 
-    def _have_all_come(self, key: str, names: Sequence[str]) -> bool:
+    def _have_all_arrived(self, key: str, names: Sequence[str]) -> bool:
         self._check_peers()
         if self._store.add(f"{key}/come", 0) >= self._world_size:
             return True

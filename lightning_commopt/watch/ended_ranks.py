@@ -65,10 +65,10 @@ class EndedRanks:
         started = {rank: child.pid for rank, child in enumerate(self._children, 1) if child.poll() is None}
         return {first + local_rank: pid for local_rank, pid in (started | below).items()}
 
-    def _text(self, rank: int, how: str, process: str, *, is_early: bool = False) -> str:
+    def _text(self, rank: int, outcome: str, process: str, *, is_early: bool = False) -> str:
         early = "Probably its program ended by sys.exit or return on this rank only; " if is_early else ""
         shown = "its output shows where" if is_early else "Its output shows why"
-        return f"rank {rank} on {socket.gethostname()} {how} before it joined: {process}. {early}{shown}"
+        return f"rank {rank} on {socket.gethostname()} {outcome} before it joined: {process}. {early}{shown}"
 
     def _find_absent(self) -> str | None:
         now = time.monotonic()
@@ -82,11 +82,11 @@ class EndedRanks:
         rank = self._ranks_here.start + min(absent, key=lambda local_rank: (self._absent_since[local_rank], local_rank))
         process = f"{self._launcher} has no process of it any more"
         unreaped = [pid for pid in children_by_process()[launcher] if not is_alive(pid)]
-        how = find_exit(unreaped[0]) if len(unreaped) == len(absent) == 1 else None
-        if how is None:
+        outcome = find_exit(unreaped[0]) if len(unreaped) == len(absent) == 1 else None
+        if outcome is None:
             # torchrun ends the other ranks if the status is another one.
-            how = "has ended with status 0" if self._launcher == "torchrun" else "has ended"
-        return self._text(rank, how, process, is_early=how.endswith("status 0"))
+            outcome = "has ended with status 0" if self._launcher == "torchrun" else "has ended"
+        return self._text(rank, outcome, process, is_early=outcome.endswith("status 0"))
 
 
 def _status_text(status: int) -> str:
@@ -118,7 +118,7 @@ def _processes_below(pid: int, variable: str) -> dict[int, int] | None:
     kernel shows of its environment.
     """
     children = children_by_process()
-    found: dict[int, int] = {}
+    processes: dict[int, int] = {}
     below = [*children[pid]]
     for descendant in below:  # the list grows meanwhile
         below += children[descendant]
@@ -129,7 +129,7 @@ def _processes_below(pid: int, variable: str) -> dict[int, int] | None:
         except OSError:  # the process has ended meanwhile
             continue
         if value.isdecimal():
-            found.setdefault(int(value), descendant)
+            processes.setdefault(int(value), descendant)
         elif descendant in children[pid] and is_alive(descendant):
             return None
-    return found
+    return processes

@@ -101,10 +101,10 @@ class EpochEnds:
             if epoch.run == 0:
                 continue
             # Rank 0 may delete the key at any time, so a look and a `get`, which waits for the key, could wait in vain.
-            left = self._store.compare_set(f"{epoch.run}/left", _ABSENT, _ABSENT).decode()
-            if left == _ABSENT:
+            entry = self._store.compare_set(f"{epoch.run}/left", _ABSENT, _ABSENT).decode()
+            if entry == _ABSENT:
                 continue
-            rank, number, reason = json.loads(left)
+            rank, number, reason = json.loads(entry)
             own = epoch.num_ended if epoch.has_left else num_begun
             # A rank that has continued may find that there is no next batch, but not in a collective, or skip it, too.
             is_skipped = reason == SKIPPED

@@ -137,10 +137,10 @@ class FitWatch:
         agreed = number if self._policy == "allow" else self._agreed
         self._ends.leave(number, agreed, SKIPPED if is_skipped else STOPPED if self._trainer.should_stop else "")
 
-    def _check_peers(self, where: str) -> None:
+    def _check_peers(self, place_text: str) -> None:
         failure = self._peers.failure()
         if failure is not None:
-            raise RuntimeError(f"Rank {self._rank} waits {where}, but another rank has failed. {failure.text}")
+            raise RuntimeError(f"Rank {self._rank} waits {place_text}, but another rank has failed. {failure.text}")
 
     def _run(self) -> None:
         with log_own_errors("The watch of a fit"):
@@ -170,8 +170,8 @@ class FitWatch:
 
     def _reason_to_end(self, position: tuple[int, int, int]) -> str | None:
         """Returns why this stalled rank waits for one that cannot come; None if it does not, or if that is unknown."""
-        where = _place(position), batch_is_open(self._trainer)
-        self._peers.query_store(lambda: self._changes.find_waiting_rank(*where), None)
+        place = _place(position), batch_is_open(self._trainer)
+        self._peers.query_store(lambda: self._changes.find_waiting_rank(*place), None)
         self._find_early_rank()
         failure = self._peers.failure()
         if failure is None and self._launcher not in (None, os.getppid()):
@@ -201,8 +201,8 @@ class FitWatch:
             thread = self._fit_thread
             is_waiting = is_in_collective(thread)
             is_training = batch_is_open(self._trainer) and (is_waiting or is_in_backward(thread))
-            where = num_begun(self._trainer), is_waiting, is_training
-            self._explanation = self._peers.query_store(lambda: self._ends.find_early_rank(*where), None)
+            progress = num_begun(self._trainer), is_waiting, is_training
+            self._explanation = self._peers.query_store(lambda: self._ends.find_early_rank(*progress), None)
             if self._explanation is not None:
                 print_now(f"[rank {self._rank}] {self._explanation}")
 

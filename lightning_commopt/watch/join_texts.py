@@ -69,7 +69,7 @@ def unconnected_text(address: str, arrivals: Sequence[Arrival], joined: Collecti
         f"all {len(arrivals)} ranks have reached {address}, but {ranks_text(waiting)}"
         f" {'has' if len(waiting) == 1 else 'have'} not connected to the others"
     )
-    misplaced, why = find_misplaced(arrivals, master)
+    misplaced, reason = find_misplaced(arrivals, master)
     if not misplaced:
         return (
             f"{start}: {_text_of(arrivals)}. Their addresses match: probably a firewall blocks ports between them,"
@@ -78,7 +78,7 @@ def unconnected_text(address: str, arrivals: Sequence[Arrival], joined: Collecti
         )
     others = [arrival for arrival in arrivals if arrival not in misplaced]
     rest = f" The others: {_text_of(others)}." if others else ""
-    return f"{start}: {_text_of(misplaced)}, {why}.{rest} {_remedy(misplaced, arrivals, master)}"
+    return f"{start}: {_text_of(misplaced)}, {reason}.{rest} {_remedy(misplaced, arrivals, master)}"
 
 
 def find_misplaced(arrivals: Sequence[Arrival], master: str | None) -> tuple[list[Arrival], str]:
@@ -101,8 +101,8 @@ def find_misplaced(arrivals: Sequence[Arrival], master: str | None) -> tuple[lis
     return outside, f"which is not in {right} as the others' addresses are" if outside else ""
 
 
-def _remedy(misplaced: Sequence[Arrival], everybody: Sequence[Arrival], master: str | None) -> str:
-    right = _right_network(everybody, master)
+def _remedy(misplaced: Sequence[Arrival], arrivals: Sequence[Arrival], master: str | None) -> str:
+    right = _right_network(arrivals, master)
     settings: dict[str, list[int]] = {}
     for arrival in misplaced:
         fitting = [

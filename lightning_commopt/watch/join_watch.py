@@ -144,15 +144,15 @@ class JoinWatch:
         Raises:
             RuntimeError: the store has ended.
         """
-        why = self._connect(times.JOIN_TRY_S) if self._agreement is None else None
+        reason = self._connect(times.JOIN_TRY_S) if self._agreement is None else None
         self._agree()
         if self._store is not None and self._failure is None and self._store.check(["failed"]):
             self._failure = self._store.get("failed").decode()
         if self._has_joined:
             return None
         # Rank 0 opens the store itself, except under torchrun.
-        if why is not None and (self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
-            return why
+        if reason is not None and (self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+            return reason
         return self._find_others(self._store) if self._store is not None and is_late else None
 
     def _find_ended(self) -> bool:
@@ -221,8 +221,8 @@ class JoinWatch:
             if self._rank != 0:
                 return None
             missing = sorted(set(range(self._world_size)) - self._arrivals.keys())
-            seen = {} if self._ended_ranks is None else self._ended_ranks.processes()
-            self._starting = {rank: pid for rank, pid in seen.items() if rank in missing}
+            processes = {} if self._ended_ranks is None else self._ended_ranks.processes()
+            self._starting = {rank: pid for rank, pid in processes.items() if rank in missing}
             return missing_text(self._address, arrivals, missing, self._starting)
         self._starting = {}
         self._complete_at = self._complete_at or time.monotonic()
@@ -250,9 +250,9 @@ class JoinWatch:
         limit_s = times.JOIN_CLOSE_S / 4
         # The store of rank 0 may not listen yet.
         poll(lambda: self._agreement is not None or self._connect(limit_s) is None, times.JOIN_CLOSE_S / 3)
-        why = self._connect(limit_s) if self._agreement is None else None
+        reason = self._connect(limit_s) if self._agreement is None else None
         if self._agreement is None:
-            self._report(why if self._rank > 0 and self._reported is None else None)
+            self._report(reason if self._rank > 0 and self._reported is None else None)
             return
         poll(self._agree, times.JOIN_CLOSE_S / 2)
         store = self._store

@@ -57,6 +57,6 @@ class PatientWatch:
             if self._policy != "allow" and len({*numbers.values()}) > 1:
                 raise UnevenBatchesError(different_ends_message(numbers, self._trainer.current_epoch))
 
-    def _gather(self, number: int, what: str) -> dict[int, int]:
-        numbers = self._living.objects(number, what)
+    def _gather(self, number: int, key: str) -> dict[int, int]:
+        numbers = self._living.objects(number, key)
         return {**numbers, self._living.rank: number}  # a rank that comes late counts for itself

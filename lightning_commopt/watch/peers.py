@@ -157,8 +157,8 @@ class Peers:
         return failure
 
     def _find_dead(self) -> int | None:
-        gone = {rank for rank, process in self._processes.items() if _is_gone(process)} | self._lifelines.ended
-        dead = next((rank for rank in sorted(gone) if self._get(f"finished/{rank}") is None), None)
+        ended = {rank for rank, process in self._processes.items() if _is_gone(process)} | self._lifelines.ended
+        dead = next((rank for rank in sorted(ended) if self._get(f"finished/{rank}") is None), None)
         # Rank 0 takes the store with it, also when it has ended as intended.
         return None if self._is_store_lost and self._may_be_over() else dead
 

@@ -191,7 +191,7 @@ def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
 def test_another_number_of_ranks_is_refused() -> None:
     statistics = StepStatistics()
     statistics.update(random_steps(2, 3))
-    with pytest.raises(ValueError, match="steps must be of 2 ranks as before, got 3"):
+    with pytest.raises(ValueError, match="steps must have 2 ranks, as in earlier updates, got 3"):
         statistics.update(random_steps(3, 3))
 
 

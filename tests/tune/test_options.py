@@ -19,7 +19,10 @@ from lightning_commopt.tune.options import TuneOptions
         ({"plan": "auto", "lossy": 8}, "lossy must be 'never', a compressor, or a list of compressors .* got 8"),
         ({"plan": "auto", "lossy": "int7"}, "lossy: .*int7"),
         ({"plan": "auto", "lossy": ["int7"]}, "lossy: .*int7"),
-        ({"plan": "autos", "lossy": ["int8"]}, "lossy=.'int8'. needs plan='auto', got 'autos': "),
+        (
+            {"plan": "autos", "lossy": ["int8"]},
+            "lossy=.'int8'. lists what plan='auto' may choose, so it needs plan='auto', got 'autos'",
+        ),
         ({"plan": "auto", "bucket_cap_mb": 5}, "nothing to choose: bucket_cap_mb=5 is given, and no lossy compressor"),
         ({"plan": "auto", "bucket_cap_mb": 5, "comm_hook": "bf16"}, "nothing to choose.*comm_hook is too"),
         ({"plan": "auto", "comm_hook": "bf16", "lossy": ["int8"]}, "no effect together with comm_hook='bf16'"),

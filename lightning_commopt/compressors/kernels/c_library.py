@@ -91,9 +91,11 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
                     library = _open(folder, name) or _compile(compiler, name, keep_in=folder)
             return library
     except UntrustedError as error:
-        warn_once(f"The C kernels are compiled anew in each process, because what is in the cache is not safe: {error}")
+        warn_once(
+            f"The C kernels are compiled again in each process, because what is in the cache is not safe: {error}"
+        )
     except (OSError, RuntimeError) as error:  # there is no home, or it is read-only or mounted with noexec
-        _logger.info("The C kernels are compiled anew in each process, because the cache cannot be used: %s", error)
+        _logger.info("The C kernels are compiled again in each process, because the cache cannot be used: %s", error)
     return _compile(compiler, name, keep_in=None)
 
 

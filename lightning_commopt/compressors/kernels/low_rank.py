@@ -28,8 +28,8 @@ from lightning_commopt.compressors.kernels.elementwise import CHUNK_NUMEL
 from lightning_commopt.compressors.kernels.factors import Matrix, Parts, factors_numel, per_matrix
 
 MAX_COLUMNS_ONE_BY_ONE = 4
-"""Up to this many columns of the factors are multiplied one after another, where torch's product of thin matrices is
-slower; more in one product."""
+"""Up to this many columns of the factors are multiplied one after another, because torch's product of thin matrices is
+slower; more columns are multiplied in one product."""
 
 
 def holds_sums(residual: Tensor | None, bucket: Tensor) -> bool:

@@ -27,12 +27,13 @@ REST_BLOCK = 2048
 
 _MAX_UNROLLED, _WIDE = 4, 4
 """Columns of the factors up to which loops over them are unrolled, so that all of a tile's loads are under way at once;
-and elements of an access, at a multiple of which rows must begin for that. Else it would take too many registers."""
+and elements of an access, at a multiple of which rows must begin for that. Otherwise unrolling takes too many
+registers."""
 
-# Rows, columns and warps of a tile, by whether rows are summed up, columns, or neither: of those in
-# `benchmarks/kernel_tiles.py` that spill no registers the fastest, or within a tenth of it, with 4 columns of factors
-# on an H200. The first ones are for loops that are unrolled. With them Triton keeps a tile in one layout, where others,
-# such as 32 x 128, pass through shared memory.
+# Rows, columns and warps of a tile, by whether rows are summed up, columns, or neither. They were chosen on an H200
+# with 4 columns of factors, from `benchmarks/kernel_tiles.py`: of the tiles that spill no registers each is the
+# fastest, or takes at most a tenth longer. The first ones are for loops that are unrolled. With them Triton keeps a
+# tile in one layout, whereas others, such as 32 x 128, pass through shared memory.
 _TILES = {
     True: {True: (64, 64, 8), False: (128, 64, 4), None: (64, 64, 4)},
     False: {True: (16, 128, 2), False: (128, 32, 4), None: (128, 32, 4)},

@@ -32,7 +32,7 @@ class ShardCost(NamedTuple):
     """What one unit costs: before its message is sent, and when those of the other ranks have arrived."""
 
     before_s: float
-    before_s_per_byte: float  # for a byte of the uncompressed matrices
+    before_s_per_byte: float  # seconds for a byte of the uncompressed matrices
     after_s: float
     after_s_per_byte: float
 

@@ -61,9 +61,9 @@ def forward_of(batches: Sequence[Batch]) -> tuple[int, ...]:
 def backward_of(batches: Sequence[Batch], slowdown: float) -> tuple[Call, ...]:
     """Returns the calls of backward with the medians of the computation before them, times ``slowdown``."""
     return tuple(
-        Call(same[0].operation, same[0].unit, slowdown * median(call.after_s for call in same))
-        for same in zip(*batches, strict=True)
-        if same[0].phase == "backward"
+        Call(same_calls[0].operation, same_calls[0].unit, slowdown * median(call.after_s for call in same_calls))
+        for same_calls in zip(*batches, strict=True)
+        if same_calls[0].phase == "backward"
     )
 
 

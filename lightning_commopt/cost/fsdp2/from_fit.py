@@ -56,7 +56,7 @@ def basis_of_fit(
         ValueError: there are too few steps or batches, or the arithmetic of the plan's compressor was not measured.
     """
     if not steps or not batches:
-        raise ValueError("too few steps to predict others from")
+        raise ValueError("too few steps for a prediction: train for more steps")
     times_s = [record.totals.step_s for record in steps]
     blocks_s = [median(times_s[start : start + _BLOCK]) for start in range(0, len(times_s), _BLOCK)]
     num_batches = max(1, round(median(sum(phase.name == "backward" for phase in record.phases) for record in steps)))
@@ -103,12 +103,12 @@ def _with_waits(basis: ShardedBasis, steps: Sequence[StepRecord]) -> ShardedBasi
     known = {operation: _exposure_of(operation, steps, backwards[operation]) for operation in backwards}
     is_own = {"all_gather": plan.param_hook is None, "reduce_scatter": plan.comm_hook is None}
     own_s = dict(zip(backwards, on_streams(plan, work, basis.world), strict=True))
-    seen = {
+    pairs = {
         operation: (known[operation].seconds, own_s[operation])
         for operation in backwards
         if is_own[operation] and own_s[operation] > 0
     }
-    load = Load({operation: ratio_of([pair]) for operation, pair in seen.items()}, ratio_of([*seen.values()]))
+    load = Load({operation: ratio_of([pair]) for operation, pair in pairs.items()}, ratio_of([*pairs.values()]))
     basis = dataclasses.replace(basis, links=basis.links.in_training(load))
     gather_s, reduce_s = on_streams(plan, work, basis.world)
     work = dataclasses.replace(

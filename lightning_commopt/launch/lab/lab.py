@@ -160,7 +160,7 @@ class NetLab:
         check_integer("ranks_per_host", ranks_per_host, at_least=1)
         if timeout_s is not None:
             check_positive("timeout_s", timeout_s)
-        keeper, cores = self._opened(), list_cores()
+        keeper, cores = self._open_keeper(), list_cores()
         with closing(Keeper(self._unshare_options, within=keeper)) as tree:
             programs = []
             for rank in range(self.num_hosts * ranks_per_host):
@@ -180,7 +180,7 @@ class NetLab:
         bits_per_s = parse_rate(rate)
         if bits_per_s is None:
             raise ValueError(f"rate must be a limit such as '1gbit', got {rate!r}")
-        self._opened()
+        self._open_keeper()
         is_new, self._bits_per_s = self._bits_per_s is None, bits_per_s
         for host in range(self.num_hosts):
             self._limit("-n", f"host{host}", device=DEVICE, is_new=is_new)
@@ -195,9 +195,9 @@ class NetLab:
         Raises:
             LabError: the lab is not open.
         """
-        return self._opened().enter(f"host{host}", os.getcwd())
+        return self._open_keeper().enter(f"host{host}", os.getcwd())
 
-    def _opened(self) -> Keeper:
+    def _open_keeper(self) -> Keeper:
         if self._keeper is None:
             raise LabError("the network lab is not open: use it in a with statement")
         return self._keeper
@@ -220,11 +220,11 @@ class NetLab:
 
     def _connect(self) -> None:
         # ip keeps the names of network namespaces as files in /run. This mount hides them from the rest of the machine.
-        self._do("mount", "-t", "tmpfs", "tmpfs", "/run")
+        self._run_in_lab("mount", "-t", "tmpfs", "tmpfs", "/run")
         for host in range(self.num_hosts):
-            self._do("ip", "netns", "add", f"host{host}")
+            self._run_in_lab("ip", "netns", "add", f"host{host}")
         if self.num_hosts == 2:
-            self._do(
+            self._run_in_lab(
                 "ip", "-n", "host0", "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", "host1"
             )
         else:
@@ -232,9 +232,9 @@ class NetLab:
         for host, address in enumerate(self.addresses):
             name = f"host{host}"
             self._limit("-n", name, device=DEVICE)
-            self._do("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
+            self._run_in_lab("ip", "-n", name, "address", "add", f"{address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
-                self._do("ip", "-n", name, "link", "set", device, "up")
+                self._run_in_lab("ip", "-n", name, "link", "set", device, "up")
         self._name_addresses()
 
     def _name_addresses(self) -> None:
@@ -244,17 +244,17 @@ class NetLab:
             for host, address in enumerate(self.addresses)
             for prefix in ("", "::ffff:")
         )
-        self._do("sh", "-c", _ADD_NAMES, "sh", names)
+        self._run_in_lab("sh", "-c", _ADD_NAMES, "sh", names)
 
     def _add_bridge(self) -> None:
-        self._do("ip", "link", "add", "bridge0", "type", "bridge")
-        self._do("ip", "link", "set", "bridge0", "up")
+        self._run_in_lab("ip", "link", "add", "bridge0", "type", "bridge")
+        self._run_in_lab("ip", "link", "set", "bridge0", "up")
         for host in range(self.num_hosts):
             port = f"port{host}"
-            self._do("ip", "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", f"host{host}")
+            self._run_in_lab("ip", "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", f"host{host}")
             # This limits what the host receives. Its own device limits what it sends.
             self._limit(device=port)
-            self._do("ip", "link", "set", port, "master", "bridge0", "up")
+            self._run_in_lab("ip", "link", "set", port, "master", "bridge0", "up")
 
     def _limit(self, *options: str, device: str, is_new: bool = True) -> None:
         """Limits the rate at which a device sends; without ``is_new`` it changes the existing limit."""
@@ -267,10 +267,12 @@ class NetLab:
         queue = str(round(_MIN_QUEUE_BYTES + bytes_per_s * _QUEUE_S))
         if is_new:
             packet = str(round(min(_MAX_PACKET_BYTES, max(_MIN_PACKET_BYTES, bytes_per_s * _PACKET_S))))
-            self._do("ip", *options, "link", "set", "dev", device, "gso_max_size", packet)
-            self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "handle", "1:", *_LIMITER)
-        self._do("tc", *options, "class", "replace", "dev", device, "parent", "1:", "classid", "1:1", "htb", *shape)
-        self._do("tc", *options, "qdisc", "replace", "dev", device, "parent", "1:1", "bfifo", "limit", queue)
+            self._run_in_lab("ip", *options, "link", "set", "dev", device, "gso_max_size", packet)
+            self._run_in_lab("tc", *options, "qdisc", "replace", "dev", device, "root", "handle", "1:", *_LIMITER)
+        self._run_in_lab(
+            "tc", *options, "class", "replace", "dev", device, "parent", "1:", "classid", "1:1", "htb", *shape
+        )
+        self._run_in_lab("tc", *options, "qdisc", "replace", "dev", device, "parent", "1:1", "bfifo", "limit", queue)
 
-    def _do(self, name: str, *arguments: str) -> None:
-        run_program(*self._opened().enter(), path_of(name), *arguments)
+    def _run_in_lab(self, name: str, *arguments: str) -> None:
+        run_program(*self._open_keeper().enter(), path_of(name), *arguments)

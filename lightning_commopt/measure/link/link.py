@@ -27,7 +27,7 @@ class Link:
     hop_s: float  # time of a message without content
     s_per_byte: float  # time of a byte of payload, in one direction
     cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
-    cpu_s_per_message: float = 0.0  # processor time besides for a collective of two ranks; times `num_wakes` for more
+    cpu_s_per_message: float = 0.0  # further processor time of a collective of two ranks; times `num_wakes` for more
     low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of all messages of a step
     high_ratio: float = 1.1  # 97.5th percentile
     seen_bytes: float | None = None  # payload of a step from which the rate was learned; None if it was probed

@@ -60,7 +60,7 @@ class RunRecord:
     peak_memory_bytes: float | None = None  # largest peak of any rank: allocated on a GPU, else resident
     num_parameters: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # last values of all metrics that the model logged
-    metric_names: dict[str, str] = field(default_factory=dict)  # which metrics are `val_loss` and `val_accuracy`
+    metric_names: dict[str, str] = field(default_factory=dict)  # the metrics that are `val_loss` and `val_accuracy`
     versions: dict[str, str] = field(default_factory=dict)  # versions of Python and packages
     hardware: tuple[dict[str, Any], ...] = ()  # the CPU and the GPUs, with names, memory and cores
     git: dict[str, Any] | None = None  # commit, and whether files differed from it
@@ -258,7 +258,7 @@ class Tuning:
     lost_steps: float  # time lost to searching, in steps with the user's plan
     calibration_lost_steps: float  # the part of `lost_steps` before the first candidate was tried
     candidates: Sequence[TriedPlan]  # the user's plan, then the others
-    not_allowed: Mapping[str, float]  # by name of a compressor, the most that it could save, as a share of a step
+    not_allowed: Mapping[str, float]  # compressors by name, each with the share of a step that it could save at most
     events: Sequence[tuple[int, str]]  # step of the fit; "drift" or "check", "rolled back" or "forbidden"
     verdict: str  # one or more sentences
     history: Sequence[Stretch]  # all steps up to the last decision, or up to the limit of steps that are kept

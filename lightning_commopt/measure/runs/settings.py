@@ -30,9 +30,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("values", "plan", "plan_defaults"):
-            given = getattr(self, name)
-            if given is not None:
-                object.__setattr__(self, name, {key: typed(value) for key, value in given.items()})
+            values = getattr(self, name)
+            if values is not None:
+                object.__setattr__(self, name, {key: typed(value) for key, value in values.items()})
 
     @cached_property
     def chosen(self) -> dict[str, Value]:
@@ -55,8 +55,8 @@ class Settings:
     def with_plan(self, plan: Mapping[str, Value], plan_defaults: Mapping[str, Value], plan_type: str) -> Settings:
         """Returns these settings with a plan, whose options the configuration does not repeat."""
         known = Settings(plan=plan, plan_defaults=plan_defaults)
-        kept = {name: value for name, value in self.values.items() if name not in known or known.get(name) != value}
-        return dataclasses.replace(self, values=kept, plan=plan, plan_defaults=plan_defaults, plan_type=plan_type)
+        values = {name: value for name, value in self.values.items() if name not in known or known.get(name) != value}
+        return dataclasses.replace(self, values=values, plan=plan, plan_defaults=plan_defaults, plan_type=plan_type)
 
     def to_record(self) -> dict[str, Any]:
         """Returns the keys of ``run.json`` that hold the settings; the plan is nested, as in ``plan.json``."""

@@ -45,13 +45,13 @@ class TypicalStep(NamedTuple):
 
 def typical_steps(group: Group) -> list[TypicalStep]:
     """Returns a step for each plan and bucket size that has records, in the order of the sweep."""
-    steps = (_typical_step(setting) for setting in _by_urgency(group))
+    steps = (_typical_step(setting) for setting in _settings_by_priority(group))
     typical = list(islice((step for step in steps if step is not None), MAX_SETTINGS))
     order = [id(setting) for setting in group.settings]
     return sorted(typical, key=lambda step: order.index(id(step.setting)))
 
 
-def _by_urgency(group: Group) -> list[Setting]:
+def _settings_by_priority(group: Group) -> list[Setting]:
     """Returns the setting on most ranks for each plan and bucket size: each plan's fastest, slowest, then others."""
     several = [setting for setting in group.settings if setting.world_size > 1]
     settings: dict[tuple[object, ...], Setting] = {}

@@ -169,8 +169,8 @@ class Trainable:
 
     def keep_existing(self, module: Module, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the residuals of parameters that the model still has."""
-        kept = {name for name, parameter in module.named_parameters() if self._all.get(name) is parameter}
-        return {name: residual for name, residual in residuals.items() if name in kept}
+        existing = {name for name, parameter in module.named_parameters() if self._all.get(name) is parameter}
+        return {name: residual for name, residual in residuals.items() if name in existing}
 
     def has_unfrozen(self, optimizers: Iterable[Optimizer]) -> bool:
         """Returns whether a parameter that optimizers have was unfrozen, so that DDP does not synchronize it."""

@@ -107,7 +107,7 @@ class ModuleSyncs:
     def __init__(self, strategy: BucketedStrategy) -> None:
         self._strategy = strategy
         self.observers = Observers()
-        self._entries: dict[int, SyncedModule] = {}  # by the id of the module
+        self._entries: dict[int, SyncedModule] = {}  # entries by the id of their module
         self._early_states: dict[int, AnyState] = {}  # restored states, by the id of a module that is not set up yet
         self._earlier_bytes = 0
 

@@ -36,7 +36,7 @@ class GlobalWeights:
         integers: the first worker's other buffers at that time.
         momentum: ``(n,)`` the momentum of the outer optimizer; None without momentum.
         state: what the compressor keeps on this rank.
-        carried: ``(n,)`` what this rank had not sent when the model was divided anew; None if there is nothing.
+        carried: ``(n,)`` what this rank had not sent when the model was divided again; None if there is nothing.
     """
 
     fragment: Fragment
@@ -133,7 +133,7 @@ class Arrived:
 class Finished:
     """All fragments' weights for a rank that has missed an exchange, at the end of a fit."""
 
-    final: list[Arrived]  # for the model
+    final: list[Arrived]  # results for the model
     joined: list[Arrived] | None  # the global weights, from which further training starts; None if the rank has them
 
 

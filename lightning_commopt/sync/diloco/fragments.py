@@ -140,7 +140,7 @@ def split_model(
             f" fragments={len(groups)}{hint}"
         )
     parts = (
-        _deal_out(groups, number, parameters)
+        _distribute_groups(groups, number, parameters)
         if by == "blocks"
         else _balance(groups, [[] for _ in range(number)], parameters)
     )
@@ -172,7 +172,7 @@ def _is_in(name: str, prefix: str) -> bool:
     return not prefix or name.startswith(f"{prefix}.")
 
 
-def _deal_out(groups: Sequence[list[str]], number: int, parameters: Mapping[str, Tensor]) -> list[list[str]]:
+def _distribute_groups(groups: Sequence[list[str]], number: int, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Deals out groups of the most frequent size to ``number`` fragments in turn, and balances the other groups."""
     sizes = [sum(parameters[name].numel() for name in group) for group in groups]
     usual = max(set(sizes), key=lambda size: (sizes.count(size), size))

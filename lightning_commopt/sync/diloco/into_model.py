@@ -1,4 +1,4 @@
-"""Changes to a model and its fragments: mixing in the result of an exchange, and dividing the model anew."""
+"""Changes to a model and its fragments: mixing in the result of an exchange, and dividing the model again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _mix_parameter(own: Tensor, value: Tensor, own_share: float) -> None:
 
 
 def carry_over(old: Sequence[GlobalWeights], new: Sequence[GlobalWeights], exchange: Exchange) -> None:
-    """Gives the fragments of a model that was divided anew the state of the old fragments, parameter by parameter.
+    """Gives the fragments of a model that was divided again the state of the old fragments, parameter by parameter.
 
     Parameters and buffers that have replaced others of the same name start without the old state.
     """

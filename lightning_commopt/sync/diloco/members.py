@@ -203,7 +203,7 @@ class Members:
             members = self._store.get(decision)
         else:
             patience_s = self._patience_s * (_RETRY_PATIENCE if self._attempt else 1)
-            poll(lambda: self._have_come(name, awaited) or self._store.check([decision]), patience_s)
+            poll(lambda: self._have_arrived(name, awaited) or self._store.check([decision]), patience_s)
             present = [rank for rank in self._all if self._store.check([f"{name}/here/{rank}"])]
             members = self._store.compare_set(decision, "", json.dumps(present))
         ranks = tuple(json.loads(members))
@@ -216,7 +216,7 @@ class Members:
         self._log_changes(attempt)
         return attempt
 
-    def _have_come(self, name: str, ranks: Sequence[int]) -> bool:
+    def _have_arrived(self, name: str, ranks: Sequence[int]) -> bool:
         """Returns whether all of ``ranks`` that show a sign of life have arrived."""
         if self._store.check([f"{name}/here/{rank}" for rank in ranks]):
             return True

@@ -185,8 +185,8 @@ class PatientExchange(Exchange):
     ) -> GlobalWeights:
         """Returns a copy of a fragment's global state, for an attempt to change."""
         if received is not None:
-            given = next(new for new in received if new.fragment is global_state.fragment)
-            return replace(given, momentum=None if global_state.momentum is None else given.momentum)
+            update = next(new for new in received if new.fragment is global_state.fragment)
+            return replace(update, momentum=None if global_state.momentum is None else update.momentum)
         before = replace(global_state, state=map_tensors(torch.clone, global_state.state))
         if global_state.momentum is not None:
             before.momentum = global_state.momentum.clone()

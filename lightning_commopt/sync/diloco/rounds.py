@@ -82,7 +82,7 @@ class Rounds(EndsFits):
         self._leave_out(module, [global_state.fragment for global_state in self.fragments])
 
     def divide_again(self, module: Module) -> None:
-        """Divides the model anew after parameters were unfrozen or added. All ranks must call it after the same step.
+        """Divides the model again after parameters were unfrozen or added. All ranks must call it after the same step.
 
         Exchanges under way are applied early. Each parameter keeps its global weights, momentum and residual. Unfrozen
         and new parameters must be equal on all ranks.

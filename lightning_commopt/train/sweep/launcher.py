@@ -95,7 +95,7 @@ class FreshProcessLauncher(Launcher):
             if job.content not in self._results:
                 self._make_room(job, sweep_dir)
                 self.display.on_start(job)
-                self._remember(run_job(job, _environment(), self.display), sweep_dir)
+                self._save_result(run_job(job, _environment(), self.display), sweep_dir)
         return [
             _job_return(own, [self._results[job.content].record for job in repetitions])
             for own, repetitions in zip(job_overrides, zip(*rounds, strict=True), strict=True)
@@ -122,7 +122,7 @@ class FreshProcessLauncher(Launcher):
             if record is not None:
                 result = JobResult(job=job, record=record, is_kept=True)
                 self.display.on_end(result)
-                self._remember(result, sweep_dir)
+                self._save_result(result, sweep_dir)
 
     def _make_room(self, job: Job, sweep_dir: Path) -> None:
         changed = find_changed_keys(job)
@@ -131,7 +131,7 @@ class FreshProcessLauncher(Launcher):
             kept = f"; the earlier run is in {moved_to}" if moved_to else ""
             self.display.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{kept}")
 
-    def _remember(self, result: JobResult, sweep_dir: Path) -> None:
+    def _save_result(self, result: JobResult, sweep_dir: Path) -> None:
         self._results[result.job.content] = result
         in_order = sorted(self._results.values(), key=lambda ended: ended.job.number)
         save_summary(sweep_dir, in_order, self._left_out)

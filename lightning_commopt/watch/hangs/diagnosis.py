@@ -143,24 +143,24 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
     if not waiting:
         return _diagnosis("late", _outliers(busy) or _before_backward(busy) or busy or ordered, ordered)
     known = [rank for rank in ordered if rank.state != "silent"]
-    if left := _left_training(known):
-        return _diagnosis("ended", left, ordered)
+    if ended := _left_training(known):
+        return _diagnosis("ended", ended, ordered)
     if busy:
         return _diagnosis("late", busy, ordered)
     difference = find_difference({rank.rank: rank.parsed_collectives() for rank in ordered})
     if difference is not None:
         differing = [rank for rank in ordered if rank.rank in difference.ranks]
         last = _last_in_sync(ordered)
-        if last is not None and (ahead := [rank for rank in differing if rank.step > last.step]):
+        if last is not None and (skipping := [rank for rank in differing if rank.step > last.step]):
             # They have skipped the gradient sync that ``last`` is in.
-            return _diagnosis("skipped", ahead, ordered)
+            return _diagnosis("skipped", skipping, ordered)
         return _diagnosis("mismatch", differing, ordered, difference)
     # If there are records of all ranks, they have shown no difference, and stacks would only mislead.
     has_records = all(rank.parsed_collectives() for rank in ordered)
     if not has_records and (alone := [rank for ranks in called_alone(ordered).values() for rank in ranks]):
         return _diagnosis("alone", alone, ordered)
-    if behind := _behind([rank for rank in known if not rank.is_inferred]):
-        return _diagnosis("late", behind, ordered)
+    if late := _least_advanced([rank for rank in known if not rank.is_inferred]):
+        return _diagnosis("late", late, ordered)
     if silent := [rank for rank in ordered if rank not in known]:
         return _diagnosis("unreachable", silent, ordered)
     if outliers := _outliers(ordered):
@@ -230,15 +230,17 @@ def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """Returns the ranks that have left an epoch's batches while others still train."""
     running = [rank for rank in snapshots if rank.state == "running"]
     training = [rank for rank in running if PHASES[rank.phase].name in _TRAINS and rank.phase not in (EPOCH_END, END)]
-    left = [rank for rank in running if rank not in training]
-    if any(is_in_batch(rank) or is_under_rank_zero_only(rank) or _have_followed(training, rank) for rank in left):
+    ended = [rank for rank in running if rank not in training]
+    if any(is_in_batch(rank) or is_under_rank_zero_only(rank) or _have_followed(training, rank) for rank in ended):
         return []  # the ranks that train have no more batches: what these ranks do is not theirs to do alone
-    return left if training and left and all(rank.is_waiting or rank.phase == END for rank in left) else []
+    return ended if training and ended and all(rank.is_waiting or rank.phase == END for rank in ended) else []
 
 
-def _have_followed(training: Sequence[RankSnapshot], left: RankSnapshot) -> bool:
-    """Returns whether ranks that train have already left the same batches as ``left``, and have gone on."""
-    return bool(left.passed) and all(rank.step == left.step and {*left.passed} <= {*rank.passed} for rank in training)
+def _have_followed(training: Sequence[RankSnapshot], ended: RankSnapshot) -> bool:
+    """Returns whether ranks that train have already left the same batches as ``ended``, and have gone on."""
+    return bool(ended.passed) and all(
+        rank.step == ended.step and {*ended.passed} <= {*rank.passed} for rank in training
+    )
 
 
 def _last_in_sync(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
@@ -246,37 +248,34 @@ def _last_in_sync(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
     return min((rank for rank in snapshots if rank.is_syncing), key=lambda rank: rank.step, default=None)
 
 
-def _behind(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+def _least_advanced(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """Returns the ranks of a lower step or with fewer buckets; empty if all are equal."""
     progress = {rank.rank: (rank.step, rank.phase == BACKWARD, rank.ready) for rank in snapshots}
     least = min(progress.values(), default=None)
-    behind = [rank for rank in snapshots if progress[rank.rank] == least]
-    return behind if len(behind) < len(snapshots) else []
+    late = [rank for rank in snapshots if progress[rank.rank] == least]
+    return late if len(late) < len(snapshots) else []
 
 
 def _diagnosis(
-    kind: str,
-    culprits: Sequence[RankSnapshot],
-    everybody: Sequence[RankSnapshot],
-    difference: Difference | None = None,
+    kind: str, culprits: Sequence[RankSnapshot], ranks: Sequence[RankSnapshot], difference: Difference | None = None
 ) -> Diagnosis:
-    waiting = [rank for rank in everybody if rank not in culprits]
+    waiting = [rank for rank in ranks if rank not in culprits]
     first = culprits[0]
-    left = _last_in_sync(everybody) if kind == "skipped" else None
+    in_sync = _last_in_sync(ranks) if kind == "skipped" else None
     if difference is not None:
-        sentence = sentences.difference_text(difference, everybody)
-        operation = sentences.operation_of(difference, waiting or everybody)
+        sentence = sentences.difference_text(difference, ranks)
+        operation = sentences.operation_of(difference, waiting or ranks)
     else:
         describe = partial(sentences.describe_culprit, kind)
-        if left is not None:
-            describe = partial(sentences.describe_skipping, left)
+        if in_sync is not None:
+            describe = partial(sentences.describe_skipping, in_sync)
         parts = [sentences.group_text(culprits, describe), sentences.group_text(waiting, sentences.describe_waiting)]
         sentence = "; ".join(part for part in parts if part)
         in_one = [rank for rank in (*waiting, *culprits) if rank.is_waiting or sentences.was_waiting(rank)]
         in_one.sort(key=attrgetter("is_inferred"))  # the others know better what they wait in
         operation = next(map(sentences.operation_text, in_one), None)
-    if left is not None:
-        first = left  # this rank waits in what was skipped
+    if in_sync is not None:
+        first = in_sync  # this rank waits in what was skipped
     elif first.is_unknown and waiting:
         first = waiting[0]  # nothing is known of where the culprit is
     return Diagnosis(

@@ -61,7 +61,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     Raises:
         RasError: nothing listens there, it is not NCCL, or it did not answer in time.
     """
-    where = f"{address[0]}:{address[1]}"
+    address_text = f"{address[0]}:{address[1]}"
     try:
         with socket.create_connection(address, timeout=limit_s) as connection, connection.makefile("rb") as reader:
 
@@ -70,16 +70,16 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
                 return reader.readline(_MAX_LINE_BYTES).decode("utf-8", "replace").strip()
 
             if not ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
-                raise RasError(f"what listens at {where} is not NCCL")
+                raise RasError(f"what listens at {address_text} is not NCCL")
             ask(f"TIMEOUT {max(1, math.floor(limit_s - times.RAS_EXTRA_S))}")
             is_json = ask("SET FORMAT json") == "OK"
             connection.sendall(b"VERBOSE STATUS\n")
             text = reader.read(_MAX_BYTES).decode("utf-8", "replace")
     except ConnectionRefusedError as error:
-        raise RasError(f"nothing listens at {where}") from error
+        raise RasError(f"nothing listens at {address_text}") from error
     except OSError as error:
         reason = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else f": {error}"
-        raise RasError(f"no answer from {where}{reason}") from error
+        raise RasError(f"no answer from {address_text}{reason}") from error
     try:
         status = json.loads(text) if is_json else text
     except (ValueError, RecursionError):

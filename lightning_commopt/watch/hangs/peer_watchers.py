@@ -44,7 +44,7 @@ class PeerWatchers:
         self._addresses = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
         unanswered, deadline = list(self._addresses), time.monotonic() + times.GREET_S
         while self._rank == 0 and unanswered and time.monotonic() < deadline:
-            answers = self._in_parallel(self._hello, unanswered)
+            answers = self._in_parallel(self._greeting, unanswered)
             unanswered = [rank for rank, answer in zip(unanswered, answers, strict=True) if answer is None]
             unanswered = [rank for rank in unanswered if rank not in self.notices]
             time.sleep(times.GREET_AGAIN_S)
@@ -65,7 +65,7 @@ class PeerWatchers:
         """Returns whether a lower rank is watched; asks several at once, as a lost host costs seconds."""
         lower = [rank for rank in range(self._rank) if rank not in self.notices]
         for at in range(0, len(lower), _MAX_AT_ONCE):
-            answers = self._in_parallel(self._hello, lower[at : at + _MAX_AT_ONCE])
+            answers = self._in_parallel(self._greeting, lower[at : at + _MAX_AT_ONCE])
             if any(answer is not None and answer.get("is_watching") for answer in answers):
                 return True
         return False
@@ -90,7 +90,7 @@ class PeerWatchers:
             state = "silent" if rank in self._silent else "unwatched" if is_gone else "unreachable"
             return RankSnapshot(rank=rank, host=address.host, state=state, detail=str(error))
 
-    def _hello(self, rank: int) -> dict[str, Any] | None:
+    def _greeting(self, rank: int) -> dict[str, Any] | None:
         return self._send(rank, {"hello": True})
 
     def _send(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | None:

@@ -58,33 +58,33 @@ def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[Ran
 
 def describe_culprit(kind: str, rank: RankSnapshot) -> str:
     """Describes a rank at fault."""
-    where = f"{f'in {rank.hook}' if rank.hook else PHASES[rank.phase].where} of {_position(rank)}"
+    phase = f"{f'in {rank.hook}' if rank.hook else PHASES[rank.phase].where} of {_position(rank)}"
     place = rank.place if rank.is_waiting or rank.is_consequence else rank.place or rank.innermost
     place = f" ({place})" if place else ""
     if rank.worker_places:
         place = f" (worker: {rank.worker_places[0]})"
     match kind:
         case "died":
-            return f"{{has}} died {where}: process {rank.pid} on {rank.host} {rank.detail or 'is gone'}"
+            return f"{{has}} died {phase}: process {rank.pid} on {rank.host} {rank.detail or 'is gone'}"
         case "unreachable":
             return f"cannot be {'reached' if rank.state == 'unreachable' else 'asked'}: {rank.detail}"
         case "stopped":
-            return f"{{is}} stopped (process {rank.pid} on {rank.host}, by a signal or a debugger) {where}{place}"
+            return f"{{is}} stopped (process {rank.pid} on {rank.host}, by a signal or a debugger) {phase}{place}"
         case "interrupted":
-            return f"{{has}} been interrupted (Ctrl-C or SIGINT) {where}{place}"
+            return f"{{has}} been interrupted (Ctrl-C or SIGINT) {phase}{place}"
         case "terminated" if rank.state == "running":
-            return f"{{has}} received SIGTERM {where}, and {{wait}} for the others in Lightning's handler"
+            return f"{{has}} received SIGTERM {phase}, and {{wait}} for the others in Lightning's handler"
         case "terminated":
-            return f"{{has}} been ended by SIGTERM {where}{place}"
+            return f"{{has}} been ended by SIGTERM {phase}{place}"
         case "failed" if rank.detail.startswith("SystemExit"):
             status = rank.detail.partition(": ")[2]
-            return f"{{has}} called sys.exit({status}) {where}{place}"
+            return f"{{has}} called sys.exit({status}) {phase}{place}"
         case "failed":
-            return f"{{has}} failed {where}: {shorten(rank.detail, _DETAIL_WIDTH, placeholder=' ...')}{place}"
+            return f"{{has}} failed {phase}: {shorten(rank.detail, _DETAIL_WIDTH, placeholder=' ...')}{place}"
         case "departed":
             departure = find_departure(rank.parsed_collectives())
             assert departure is not None
-            return f"{{has}} called {departure.called} {where}{place}, after what {departure.expected} followed before"
+            return f"{{has}} called {departure.called} {phase}{place}, after what {departure.expected} followed before"
         case "ended" if rank.state == "finished":
             return f"{{has}} ended the fit after {_position(rank)}{_reason_text(rank)}"
         case "ended":
@@ -102,19 +102,19 @@ def describe_culprit(kind: str, rank: RankSnapshot) -> str:
         return f"{{wait}} in {operation_text(rank)} of {_position(rank)}{place}, unlike the others"
     if rank.is_waiting:
         return f"{{is}} behind: {{wait}} in {operation_text(rank)} of {_position(rank)}{place}"
-    return f"{{is}} still {where}{place}"
+    return f"{{is}} still {phase}{place}"
 
 
 def _reason_text(rank: RankSnapshot) -> str:
     return f", as {rank.stop_reason} was set there" if rank.stop_reason else ""
 
 
-def describe_skipping(left: RankSnapshot, rank: RankSnapshot) -> str:
-    """Describes a rank that has skipped the gradient sync that ``left`` is in."""
+def describe_skipping(in_sync: RankSnapshot, rank: RankSnapshot) -> str:
+    """Describes a rank that has skipped the gradient sync that ``in_sync`` is in."""
     place = f" ({rank.place})" if rank.place else ""
     return (
-        f"{{has}} gone on to {_position(rank)} without {operation_text(left)} of {_position(left)}, and {{wait}} in"
-        f" {operation_text(rank)}{place}"
+        f"{{has}} gone on to {_position(rank)} without {operation_text(in_sync)} of {_position(in_sync)}, and {{wait}}"
+        f" in {operation_text(rank)}{place}"
     )
 
 
@@ -187,12 +187,12 @@ def _names_text(names: Sequence[str]) -> str:
     return f" ({'.'.join(prefix)}.*)" if prefix else f" ({names[0]} ... {names[-1]})"
 
 
-def difference_text(difference: Difference, everybody: Sequence[RankSnapshot]) -> str:
+def difference_text(difference: Difference, snapshots: Sequence[RankSnapshot]) -> str:
     """Describes ranks that are not in the same collective."""
     sides = grouped((called, rank) for rank, called in difference.called.items())
     known = next(called for called in sides if called is not None)
     at_fault = set(difference.ranks)
-    by_rank = {rank.rank: rank for rank in everybody}
+    by_rank = {rank.rank: rank for rank in snapshots}
 
     def side(called: Signature | None, ranks: list[int]) -> str:
         rank = by_rank[ranks[0]]

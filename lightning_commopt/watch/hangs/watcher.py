@@ -151,7 +151,7 @@ class Watcher:
             return False
         try:
             if not self._must_abort.is_set() and (aborts or not self._is_reported):
-                self._tell(diagnosis, snapshots, aborts)
+                self._print_and_write(diagnosis, snapshots, aborts)
         finally:
             self._turn.give_back()
         return True
@@ -159,7 +159,7 @@ class Watcher:
     def _ask_for_turn(self) -> list[bool]:
         return [bool(answer.get("refused")) for answer in self._peers.send_all(turn=self._settings.rank)]
 
-    def _tell(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot], aborts: bool) -> None:
+    def _print_and_write(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot], aborts: bool) -> None:
         """Prints and writes a report; what was reported before gets one line, if ranks are ended now."""
         idle_s = max(rank.idle_s for rank in [rank for rank in snapshots if rank.state == "running"] or snapshots)
         is_first, self._is_reported = not self._is_reported, True
@@ -172,8 +172,8 @@ class Watcher:
             lines.append(f"  No progress for {idle_s:.0f} s{verdict}.")
             lines += [f"  Try: {hint}" for hint in diagnosis.hints]
             path = self._records.folder
-            where = f"{path} (commopt doctor {path} draws them)" if error is None else f"cannot be written ({error})"
-            lines.append(f"  Stacks and collectives of all ranks: {where}")
+            location = f"{path} (commopt doctor {path} draws them)" if error is None else f"cannot be written ({error})"
+            lines.append(f"  Stacks and collectives of all ranks: {location}")
         _print(*(lines if is_first else lines[:1]))
         # NCCL's answer takes seconds, and cannot be had once the ranks have ended.
         if self._settings.has_gpu and is_first:

@@ -141,7 +141,7 @@ def test_a_report_that_cannot_be_written_names_no_folder(is_writable: bool, tmp_
     other = Server("127.0.0.1", "key", lambda question: {})
     watcher, _ = make_watcher(tmp_path, StuckRank(), other.port, action="report")
     snapshots = [stuck(0), stuck(1, called="all_reduce")]
-    watcher._tell(diagnose(snapshots), snapshots, aborts=False)
+    watcher._print_and_write(diagnose(snapshots), snapshots, aborts=False)
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith("  Stacks and collectives of all ranks: ")
     assert ("commopt doctor" in last, "cannot be written ([Errno" in last) == (is_writable, not is_writable)
