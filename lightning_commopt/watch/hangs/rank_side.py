@@ -73,7 +73,7 @@ class WatchedRank:
         self._rank = dist.get_rank()
         self._main_address = main_address
         self._store = key_space("hangs")
-        self._is_closed, self._has_met = threading.Event(), threading.Event()
+        self._is_closed, self._meeting_is_over = threading.Event(), threading.Event()
         self._began_s = time.monotonic()
         self._fit_thread = threading.get_ident()
         settings = WatcherSettings(
@@ -111,8 +111,12 @@ class WatchedRank:
         threading.Thread(target=self._meet, name="commopt-hang-monitor", daemon=True).start()
 
     def meet(self) -> bool:
-        """Waits up to a minute from the start until the watchers of all ranks have met; returns whether they have."""
-        return self._has_met.wait(max(0.0, self._began_s + times.MEET_S - time.monotonic()))
+        """Waits up to a minute from the start for the watchers of all ranks to meet.
+
+        Returns:
+            Whether they have met, or cannot meet any more because rank 0 has ended.
+        """
+        return self._meeting_is_over.wait(max(0.0, self._began_s + times.MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
         """Marks the beginning of a phase, an index into `lightning_commopt.watch.hangs.marks.PHASES`."""
@@ -175,9 +179,11 @@ class WatchedRank:
     def _meet(self) -> None:
         try:
             exchange_addresses(self._main_address, self._exchange, self._link)
-            self._has_met.set()
-        except (RuntimeError, EOFError):  # the store has ended with rank 0: the launcher notices
+        except EOFError:  # the watcher has ended, or the watch
             return
+        except RuntimeError:  # the store has ended with rank 0: the launcher notices
+            pass
+        self._meeting_is_over.set()
 
     def _exchange(self, name: str, own: Any) -> list[Any]:
         """Returns the values of all ranks; waits until all have written theirs, or the watch ends."""

@@ -532,3 +532,17 @@ def _meet_beside_files() -> bool:
 def test_a_watcher_imports_nothing_from_the_folders_of_its_rank_and_its_package() -> None:
     """If it fails, a file there that is named as a module of Python is run, and training waits for watchers."""
     assert run_ranks(_meet_beside_files) == [True, True]
+
+
+def _meet_after_the_end_of_rank_0() -> bool:
+    options: dict[str, Any] = {"after_s": 60.0, "action": "report", "main_address": ("localhost", 0)}
+    with patch.object(rank_side, "exchange_addresses", side_effect=RuntimeError("Connection reset by peer")):
+        watched = WatchedRank(folder=Path("hangs"), device=torch.device("cpu"), **options)
+        is_over = watched.meet()
+    watched.close()
+    return is_over
+
+
+def test_nobody_waits_for_watchers_once_the_store_has_ended() -> None:
+    """If it fails, ranks wait a minute at the end of a short prediction or validation, of which rank 0 is through."""
+    assert run_ranks(_meet_after_the_end_of_rank_0) == [True, True]
