@@ -182,7 +182,7 @@ def test_other_circumstances_resume_from_the_global_weights(tmp_path: Path) -> N
         "ddp": "because it was saved by CommOptDiLoCo",
         "from_ddp": "because it was saved by another strategy. They lose",
         "missing": "because the file of rank 1 cannot be read (FileNotFoundError: ",
-        "ranks": "because it was saved by 2 ranks, and there are 3. They lose",
+        "ranks": "because it was saved with a world size of 2, which is 3 now. They lose",
     }
     for case, (_, _, told) in first.items():
         assert len(told) == (case in reasons), case

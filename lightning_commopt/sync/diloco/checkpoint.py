@@ -268,7 +268,8 @@ def _read(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: Callab
             if saved["plan"] != _describe(plan):
                 return _ReadPart(identity, damage=f"it was saved with another plan, {saved['plan']}")
             if saved["world_size"] != world_size:
-                return _ReadPart(identity, f"it was saved by {saved['world_size']} ranks, and there are {world_size}")
+                size = saved["world_size"]
+                return _ReadPart(identity, f"it was saved with a world size of {size}, which is {world_size} now")
     except CheckpointError as error:
         return _ReadPart(damage=str(error))
     try:
