@@ -129,7 +129,7 @@ class StepRecord:
     num_samples: int  # samples that this rank trained on; 0 if another rank of its tensor-parallel group counts them
     phases: tuple[Phase, ...]  # ordered by time
     buckets: tuple[BucketSpan, ...]  # exchanges, then buckets in the order of `ready_s`; empty if none are observed
-    collectives: tuple[Collective, ...] = ()  # in the order in which they were issued; empty if none are observed
+    collectives: tuple[Collective, ...] = ()  # empty if none are observed; in the order of their issue
     # Start and end of each wait of the device's computation (on CPU, of the computing thread) for FSDP2's collectives,
     # ordered by time. With DiLoCo they are the waits for exchanges.
     waits: tuple[tuple[float, float], ...] = ()

@@ -70,7 +70,7 @@ class FitGuards:
         trainer, option = trainer_of(strategy), f"sigterm_every_n_steps={self._sigterm_every_n_steps}"
         every_n_steps = self._sigterm_every_n_steps or self._default_every_n_steps
         if every_n_steps is None and is_queued_again(trainer) and strategy.uneven_batches != "allow":
-            every_n_steps = 1  # as often as Lightning's broadcasts, which this replaces
+            every_n_steps = 1  # Lightning's broadcasts, which this replaces, are as frequent
         if every_n_steps is None:
             return None
         if strategy.world_size == 1:

@@ -59,6 +59,7 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert ran.stderr == (f"commopt: 4 cases, 1 repetition of 2 calls each\nwritten to {', '.join(map(str, files))}\n")
 
 
+@pytest.mark.exhaustive
 def test_an_interface_that_is_not_there() -> None:
     """If it fails, a variable of another host in the environment ends in a traceback of torch's."""
     output = commopt("bench", *QUICK, status=1, env={"GLOO_SOCKET_IFNAME": "eth99"}).output

@@ -111,11 +111,7 @@ class WatchedRank:
         threading.Thread(target=self._meet, name="commopt-hang-monitor", daemon=True).start()
 
     def meet(self) -> bool:
-        """Waits up to a minute from the start for the watchers of all ranks to meet.
-
-        Returns:
-            Whether they have met, or cannot meet any more because rank 0 has ended.
-        """
+        """Waits up to a minute from the start; returns whether all watchers have met, or cannot without rank 0."""
         return self._meeting_is_over.wait(max(0.0, self._began_s + times.MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
