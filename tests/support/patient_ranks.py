@@ -136,7 +136,7 @@ def _stop_at(point: str, passes: int, exchange: PatientExchange) -> None:
         "meeting": (members, "meet"),
         "connecting": (exchange, "_connect"),
         "exchange": (Mesh, "all_reduce"),
-        "passing on": (exchange, "_pass_on"),
+        "passing on": (exchange, "_transfer"),
         "end": (members, "conclude"),
     }[point]
     inner, left = getattr(owner, name), [passes]

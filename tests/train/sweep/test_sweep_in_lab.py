@@ -77,7 +77,7 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
 
     again = commopt_train(*sweep, *IN_LAB, cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "job 0 is kept" in again.stdout
+    assert "job 0 is not run again" in again.stdout
     assert (tmp_path / "sweep" / "0" / "run.json").read_bytes() == kept
     summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert [(job["run"]["status"], job["run"]["world_size"]) for job in summary] == [("finished", 1)] * 2
