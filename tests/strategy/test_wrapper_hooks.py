@@ -165,7 +165,7 @@ class CommHook(Callback):
     ) -> None:
         pl_module.layers[0].requires_grad_(batch_idx not in (1, 2))  # type: ignore[index]
         if self._registers and batch_idx == 4:
-            with pytest.raises(OptionError, match="beside a hook that the program has registered"):
+            with pytest.raises(OptionError, match="with a hook that the program has registered"):
                 trainer.strategy.apply_plan("bf16")  # type: ignore[attr-defined]
 
 

@@ -231,7 +231,7 @@ def test_two_modules_at_once_are_left_as_they_are() -> None:
     _assert_same(first, second)
     assert plan == "uncompressed"
     assert len(messages) == 1
-    assert "is for one module, and a step of this loop trains 2" in messages[0]
+    assert "is for one module, but a step of this loop trains 2" in messages[0]
     assert others == []
 
 
