@@ -338,7 +338,7 @@ def _end_alone(callback: type[Callback]) -> None:
 def test_rank_that_ends_an_epoch_by_itself_is_an_error(callback: type[Callback], why: str, remedy: str) -> None:
     """If it fails, a stop on one rank hangs although all ranks have as many batches."""
     traces = _traces_of_both(_end_alone, callback)
-    found = f"Rank 0 has ended epoch 0 after 2 batches, as {why} there, and rank 1 continues"
+    found = f"Rank 0 has ended epoch 0 after 2 batches, because {why} there, and rank 1 continues"
     assert f"UnevenBatchesError: {found}" in traces[0]
     assert remedy in traces[0]
     assert "Rank 0 has ended epoch 0 after 2 batches" in traces[1]
