@@ -60,8 +60,8 @@ class CollectiveWatch:
             if units_of(model):
                 self._closers.append(ComputationWaits(trainer.strategy.root_device, recorder.wait).close)
         else:
-            # With collective hooks, the end of a call only serves to end collectives that do not report their end, such
-            # as gloo's reduce-scatters.
+            # With collective hooks, the end of a call is needed only where a collective does not report its own end.
+            # Gloo's reduce-scatters do not.
             listener = recorder.issue if self._hooks is None else recorder.call
             self._units = ObservedUnits(model, listener, sees_end=True, around=recorder.waiting)
         self._closers.append(self._units.close)

@@ -93,8 +93,8 @@ def _fragment_to_plain(global_state: GlobalWeights, *, keeps_weights: bool) -> d
     keeps_weights = keeps_weights or not is_exact
     return {
         **names_in(global_state.fragment),
-        # The `state_dict` has the weights already, unless it has rounded them or has those of the end of a fit. Weights
-        # in float64 count as rounded: Lightning may load them into a module that is converted to float64 only later.
+        # The `state_dict` has the weights already, unless it has rounded them or has those of the end of a fit.
+        # Float64 weights count as rounded: Lightning may load them into a module that is converted only later.
         "weights": global_state.weights if keeps_weights else None,
         "checksum": None if keeps_weights else checksum(global_state),
         "momentum": global_state.momentum,
