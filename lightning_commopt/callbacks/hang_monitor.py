@@ -14,6 +14,7 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.hooks import handles_sigterm
 from lightning_commopt.compat.sigterm import report_lost_broadcasts, run_whatever_handlers_raise
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
+from lightning_commopt.compat.torch import turn_on_flight_recorder
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.buckets import bucket_names
@@ -54,6 +55,9 @@ class HangMonitor(PhaseCallback):
     the last batch nothing is reported. Works with every strategy whose ranks have a process group; with one rank it has
     no effect. Needs Linux. See ``docs/troubleshoot/hangs.md``.
 
+    torch before 2.11 records collectives only with ``TORCH_FR_BUFFER_SIZE``. The callback sets this variable if it is
+    unset, which has an effect on process groups that are made later.
+
     Args:
         after_s: seconds without progress before a report.
         action: "report"; or "abort" to also end all ranks, with a nonzero status, if some wait for others.
@@ -69,6 +73,7 @@ class HangMonitor(PhaseCallback):
         self._after_s = float(after_s)
         self._action = action
         self._dirpath = check_dirpath(dirpath)
+        turn_on_flight_recorder()
         self._watched: WatchedRank | None = None
         self._closing = ExitStack()
         self._num_lookups_left = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,14 @@ default_store = distributed_c10d._get_default_store
 
 # These handle many small tensors in one call; torch's optimizers use them too.
 foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
+
+_NUM_RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Variables with the number of collectives that the Flight Recorder keeps; the second is the name before torch 2.8."""
+
+# Where both names are known, torch warns of the older one.
+_KNOWS_NEW_NAME = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+FLIGHT_RECORDER_ON = {_NUM_RECORDED[0 if _KNOWS_NEW_NAME else 1]: "2000"}
+"""The environment with which torch keeps 2000 collectives, its default from 2.11 on. Earlier ones keep none."""
 
 
 def comm_hooks(model: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
@@ -125,6 +134,12 @@ def is_in_backward() -> bool:
 def sparse_values(tensor: Tensor) -> Tensor:
     """Returns the values of a tensor that are sent; the public ``values()`` of a sparse tensor needs a sort first."""
     return tensor._values() if tensor.is_sparse else tensor
+
+
+def turn_on_flight_recorder() -> None:
+    """Makes torch record the collectives of process groups that do not exist yet, unless the user has set how many."""
+    if not any(name in os.environ for name in _NUM_RECORDED):
+        os.environ.update(FLIGHT_RECORDER_ON)
 
 
 def flight_records() -> dict[str, Any]:

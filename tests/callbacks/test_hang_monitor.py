@@ -1,5 +1,6 @@
 """HangMonitor, on real ranks of which one keeps the others waiting."""
 
+import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from hanging_fits import HAS_SIGTERM_BROADCAST, LosingBroadcast, fit_slowly, fit
 from torch.torch_version import TorchVersion
 
 from lightning_commopt.callbacks import HangMonitor, hang_monitor
+from lightning_commopt.compat.torch import FLIGHT_RECORDER_ON
 from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.marks import BATCH, PHASES, first_of_stage
 from lightning_commopt.watch.hangs.records import read_hang_report
@@ -29,8 +31,8 @@ _MORE_FAULTS = [
     ("hook", "ddp"),
 ]
 HOOKS = {"callbacks": "Holding.on_before_optimizer_step", "hook": "Blocking.on_train_batch_end"}
-_HAS_RECORDER = TorchVersion(torch.__version__) >= "2.13"
-"""Whether torch records gloo's collectives by itself; 2.9 does not, between them nothing was run."""
+_HAS_RECORDER = TorchVersion(torch.__version__) >= "2.11"
+"""Whether torch records gloo's collectives by itself, also in ranks that have made a group before the callback."""
 _SYNC = "rank 0 waits in the gradient sync of bucket 0 (layers.*) of step 4"
 
 
@@ -47,6 +49,18 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
             snapshot.rank: snapshot for snapshot in read_hang_report(tmp_path / f"{fault}-{strategy}").snapshots
         }
         assert any("hanging_fits.py" in frame for frame in frames_of(snapshots[1])) == (fault != "stopped")
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_collectives_are_recorded_unless_one_has_chosen(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, reports lack operations with torch before 2.11, or record what somebody has turned off."""
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if value is not None:
+        monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", value)  # the older name counts, too
+    HangMonitor()
+    chosen = {name: number for name, number in os.environ.items() if name.endswith("_BUFFER_SIZE")}
+    assert chosen == (FLIGHT_RECORDER_ON if value is None else {"TORCH_NCCL_TRACE_BUFFER_SIZE": value})
 
 
 _BLOCKING = "Blocking.on_train_batch_end"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import NotChecked, check
-from lightning_commopt.compat.torch import flight_records
+from lightning_commopt.compat.torch import FLIGHT_RECORDER_ON, flight_records
 from lightning_commopt.compressors import Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
@@ -45,8 +45,6 @@ _ODD_SHAPES = ((257, 129), (7,), (33, 65), (4097,))
 _AFTER_S = 2.0  # the healthy steps take milliseconds, so a report this early is no false one
 _LIMIT_S = 60.0  # many times `_AFTER_S`, as collecting stacks and reports takes seconds on a busy machine
 _FAULTY_STEP = 3  # the steps before it show that the ranks train
-# With these variables torch's Flight Recorder records collectives. Their name has changed between versions of torch.
-_RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
 
 
 @check("compiled kernels give what plain torch gives", is_extra=True)
@@ -176,7 +174,7 @@ def run_one_bucket(device: str) -> str:
 
 @check("torch's Flight Recorder has the collectives", is_extra=True, is_on_ranks=False)
 def _recorded(place: Place) -> str:
-    num, *_ = run_on(place, num_recorded, environment=_RECORDER)
+    num, *_ = run_on(place, num_recorded, environment=FLIGHT_RECORDER_ON)
     if not num and place.device_type == "cpu":
         raise NotChecked("this torch does not record gloo's collectives")
     assert num == 3, f"{num} of 3 all-reduces are recorded"
