@@ -13,6 +13,7 @@ from lightning_commopt.commands.errors import (
     BEFORE,
     DURING,
     Json,
+    check_outputs,
     echo,
     echo_notices,
     errors_in_a_line,
@@ -138,16 +139,17 @@ def nccl_log(
         print_log(log, findings, TextConsole())
 
 
-@app.command(rich_help_panel=BEFORE, epilog="Example: nvidia-smi topo -m > topo.txt; commopt topo --from topo.txt")
+@app.command(rich_help_panel=BEFORE, epilog="Example: nvidia-smi topo -m > topo.txt; commopt topo topo.txt")
 def topo(
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--from",
+        typer.Argument(
             metavar="FILE",
-            help="Text of nvidia-smi topo -m or rocm-smi --showtopo, or XML of NCCL; - is the input.",
+            help="Text of nvidia-smi topo -m or rocm-smi --showtopo, or XML of NCCL; - is the input. By default, this"
+            " machine's.",
         ),
     ] = None,
+    from_file: Annotated[Path | None, typer.Option("--from", metavar="FILE", help="The same as FILE.")] = None,
     source: Annotated[
         str, typer.Option(help="Where to read this machine's: nvml, nvidia-smi, or auto for the first that works.")
     ] = "auto",
@@ -165,8 +167,12 @@ def topo(
     from commopt_diagnose.topology.terminal import print_topology, to_plain, write_page
 
     with errors_in_a_line():
+        if file is not None and from_file is not None:
+            raise ValueError(f"FILE {file} and --from {from_file} are two sources: give one of them")
+        file = from_file if file is None else file
         if file is not None and source != "auto":
-            raise ValueError(f"--source {source} is for this machine: leave it out with --from {file}")
+            raise ValueError(f"--source {source} is for this machine: leave it out with {file}")
+        check_outputs(output)
         machine = read_machine(source) if file is None else read_file(file)
         findings = find_all(machine)
         if file is None and local_rank():

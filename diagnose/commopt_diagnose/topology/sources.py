@@ -83,7 +83,7 @@ def read_machine(source: str = "auto", environment: Mapping[str, str] = os.envir
             return _with_own_rank(_SOURCES[name](), environment)
         except (TopologyError, ImportError) as error:
             refusals.append(str(error))
-    raise TopologyError(f"no GPU found here ({'; '.join(refusals)}); --from FILE reads another machine's topology")
+    raise TopologyError(f"no GPU found here ({'; '.join(refusals)}); commopt topo FILE reads that of another machine")
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:

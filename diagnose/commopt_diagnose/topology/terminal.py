@@ -202,5 +202,4 @@ def write_page(machine: Machine, findings: list[Finding], path: Path) -> None:
         unknown=UNKNOWN,
         cpus_text=cpus_text,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8", errors="backslashreplace")

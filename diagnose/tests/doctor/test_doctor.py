@@ -243,7 +243,7 @@ def test_a_container_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """If it fails, a container that was started without GPUs or adapters looks as if it had its host's."""
 
     def fail() -> None:
-        raise TopologyError("no GPU found here (NVML: Not Found; nvidia-smi (535): a; b); --from FILE reads another")
+        raise TopologyError("no GPU found here (NVML: Not Found; nvidia-smi (535): a; b); commopt topo FILE reads")
 
     monkeypatch.setattr("commopt_diagnose.doctor.facts.read_machine", fail)
     facts = collect_facts({}, root=tmp_path)

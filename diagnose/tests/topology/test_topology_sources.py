@@ -275,7 +275,7 @@ def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'commopt-diagnose[topo]'" in refusal("topo", "--source", "nvml")
     assert "must be auto, nvml or nvidia-smi, got 'nvm'" in refusal("topo", "--source", "nvm")
     line = refusal("topo", "--source", "nvml", "--from", "a.txt")
-    assert line == "commopt: --source nvml is for this machine: leave it out with --from a.txt"
+    assert line == "commopt: --source nvml is for this machine: leave it out with a.txt"
 
 
 def test_xml_with_links_that_join_nothing() -> None:
@@ -383,14 +383,33 @@ def test_bad_input_is_one_line(name: str, tmp_path: Path) -> None:
     content, words = BAD_FILES[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    assert words in refusal("topo", "--from", tmp_path / name)
+    assert words in refusal("topo", tmp_path / name)
+
+
+def test_a_file_is_named_once(tmp_path: Path) -> None:
+    """If it fails, one of two files is read without a word, or --from is not what an argument is."""
+    (tmp_path / "a.txt").write_text(SAMPLES["pcie_4"].spaced())
+    path = tmp_path / "a.txt"
+    assert commopt("topo", path).output == commopt("topo", "--from", path).output
+    assert (
+        refusal("topo", path, "--from", "b.txt")
+        == f"commopt: FILE {path} and --from b.txt are two sources: give one of them"
+    )
+
+
+def test_a_page_needs_a_folder_as_the_files_of_bench_do(tmp_path: Path) -> None:
+    """If it fails, a mistyped path becomes a folder."""
+    (tmp_path / "a.txt").write_text(SAMPLES["pcie_4"].spaced())
+    line = refusal("topo", tmp_path / "a.txt", "--output", tmp_path / "pages" / "a.html")
+    assert "there is no folder" in line
+    assert not (tmp_path / "pages").exists()
 
 
 def test_json_page_and_input(tmp_path: Path) -> None:
     """If it fails, programs cannot read a topology, or a page shows markup that came with a file."""
-    page = tmp_path / "pages" / "topology.html"
+    page = tmp_path / "topology.html"
     text = SAMPLES["pcie_4"].spaced() + "GPU 0: NVIDIA <script>L40S\n"
-    found = json.loads(commopt("topo", "--from", "-", "--json", "--output", page, input=text).stdout)
+    found = json.loads(commopt("topo", "-", "--json", "--output", page, input=text).stdout)
     assert found["source"] == "input"
     (pair,) = (each for each in found["pairs"] if (each["one"], each["other"]) == ("GPU0", "GPU1"))
     assert (pair["link"], pair["meaning"]) == ("PIX", "one PCIe switch between them")
@@ -452,8 +471,8 @@ def test_docs_show_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """If it fails, docs/topology.md shows what the command does not print."""
     monkeypatch.chdir(tmp_path)
     Path("pcie.txt").write_text(PRINTED["pcie"].tabbed())
-    output = commopt("topo", "--from", "pcie.txt").output
-    assert is_documented("topology.md", "commopt topo --from pcie.txt", output)
+    output = commopt("topo", "pcie.txt").output
+    assert is_documented("topology.md", "commopt topo pcie.txt", output)
 
 
 def test_links_without_a_count_are_not_nccls() -> None:
