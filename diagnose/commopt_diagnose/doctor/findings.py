@@ -21,6 +21,7 @@ from lightning_commopt.text.formatting import count, grouped, ranks_text
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default is 64 MiB; workers of dataloaders keep whole batches in it
 # NCCL locks tens of MiB for each peer. Distributions allow 64 KiB, 8 MiB, or an eighth of the memory, which is enough.
 _FEW_LOCKED_BYTES = 2**30
+_OMNI_PATH = "hfi1_"  # its driver has GPUDirect RDMA built in, or not, and takes nothing from nvidia_peermem
 _OF_ONE_HOST = ("docker", "lo", "virbr")
 # Hosts may name interfaces and adapters differently, and a rank may log more than others.
 _MAY_DIFFER = re.compile(r"NCCL_(DEBUG|SOCKET_IFNAME|OOB_NET_IFNAME|IB_HCA)")
@@ -130,17 +131,18 @@ def find_in_adapters(facts: Facts) -> Iterator[Finding]:
         yield _finding("warning", "unequal_rates", rates=shown)
     # Without GPUs a training uses gloo, which sends over TCP.
     if facts.gpus and any(port.state == "ACTIVE" for port in ports):
-        yield from _find_without_rdma(facts)
+        needs_module = any(port.state == "ACTIVE" and not port.name.startswith(_OMNI_PATH) for port in ports)
+        yield from _find_without_rdma(facts, needs_peer_memory=needs_module)
 
 
-def _find_without_rdma(facts: Facts) -> Iterator[Finding]:
+def _find_without_rdma(facts: Facts, *, needs_peer_memory: bool) -> Iterator[Finding]:
     """Finds why NCCL cannot use ports that are active, or not for the memory of GPUs."""
     if not facts.has_verbs_files:
         yield _finding("warning", "no_verbs_files")
         return
     if facts.max_locked_bytes is not None and facts.max_locked_bytes < _FEW_LOCKED_BYTES:
         yield _finding("error", "locked_memory", mib=facts.max_locked_bytes / 2**20)
-    if facts.has_gpu_driver and not facts.has_peer_memory and not facts.can_dma_buf:
+    if needs_peer_memory and facts.has_gpu_driver and not facts.has_peer_memory and not facts.can_dma_buf:
         yield _finding("warning", "no_gdr")
 
 

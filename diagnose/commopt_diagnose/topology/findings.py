@@ -122,7 +122,9 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
     without = [gpu.label for gpu in machine.gpus if gpu.can_gdr is False]
     without += [nic.name for nic in nics if nic.can_gdr is False]
     if without:
-        yield _finding("slow", "no_gdr", devices=list_some(without, _MAX_SHOWN))
+        own = "; Omni-Path (hfi1) takes it from its own driver, if that is built with GPUDirect"
+        omni_path = own if any(name.startswith("hfi") for name in without) else ""
+        yield _finding("slow", "no_gdr", devices=list_some(without, _MAX_SHOWN), omni_path=omni_path)
     far: dict[str, list[str]] = {}
     for gpu in machine.gpus:
         link, nearest = machine.nearest_nics(gpu.label)

@@ -300,6 +300,8 @@ def test_adapters_that_nccl_was_told_to_leave_out(chosen: str | None, codes: lis
         ({"environment": {"NCCL_IB_DISABLE": "1"}}, []),
         ({"ports": [replace(PORT, state="DOWN")]}, ["port_state"]),
         ({"has_verbs_files": False}, ["no_verbs_files"]),
+        ({"ports": [replace(PORT, name="hfi1_0:1")]}, ["locked_memory"]),
+        ({"ports": [PORT, replace(PORT, name="hfi1_0:1")]}, ["locked_memory", "no_gdr"]),
     ],
 )
 def test_adapters_that_nccl_does_not_use(changes: dict[str, Any], codes: list[str]) -> None:

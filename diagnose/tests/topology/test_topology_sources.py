@@ -333,6 +333,10 @@ def test_xml_without_gpudirect() -> None:
     findings = {each.code: each for each in find_all(read_content(XML.replace('gdr="1"', 'gdr="0"').encode(), "dump"))}
     assert findings["no_gdr"].what == "no GPUDirect RDMA for GPU0, GPU1, GPU2, mlx5_0 (gdr=0)"
     assert "far_nic" not in findings
+    assert "Omni-Path" not in findings["no_gdr"].advice
+    omni_path = XML.replace('gdr="1"', 'gdr="0"').replace("mlx5_0", "hfi1_0")
+    (advice,) = (each.advice for each in find_all(read_content(omni_path.encode(), "dump")) if each.code == "no_gdr")
+    assert "Omni-Path (hfi1) takes it from its own driver" in advice
     grace = XML.replace('rank="1" gdr="1"/>', 'rank="1" gdr="1"><c2c bw="44712" count="5"/></gpu>')
     machine = read_content(grace.encode(), "dump")
     assert machine.notices == ("NVLink-C2C joins CPU and GPU: GPU1",)
