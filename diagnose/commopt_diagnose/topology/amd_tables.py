@@ -1,4 +1,4 @@
-"""Reads the tables of ``rocm-smi --showtopo`` and ``amd-smi topology``, with text around them."""
+"""Reads ``rocm-smi --showtopo`` and ``amd-smi topology``, as tables or JSON, with text around them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
+from commopt_diagnose.topology.amd_json import Cells, read_amd_json
 from commopt_diagnose.topology.machine import Gpu, Link, Machine, TopologyError
 
 _TITLES = {
@@ -21,16 +22,17 @@ _KINDS_BY_HOPS = {"1": "XGMI", "2": "PHB", "3": "SYS"}
 _DIRECT_WEIGHT = 15  # weight of a single xGMI link, by the same source; each further link on the way adds as much
 _MAX_SHOWN = 8
 
-_Cells = dict[tuple[str, str], str]  # a table's cells, by the labels of row and column
 
+def read_amd_tables(text: str, lines: Sequence[str], source: str) -> Machine:
+    """Reads the kinds of links between GPUs, from the first table of hops and that of link types, or from JSON.
 
-def read_amd_tables(lines: Sequence[str], source: str) -> Machine:
-    """Reads the kinds of links between GPUs, from the first table of hops and that of link types.
+    ``lines`` are those of ``text`` without what only decorates them.
 
     Raises:
         TopologyError: there is no such table, or only link types of PCIe, which do not tell how far GPUs are.
     """
-    tables = {name: _find_table(lines, title) for name, title in _TITLES.items()}
+    tables, nodes = read_amd_json(text)
+    tables = {name: tables[name] or _find_table(lines, title) for name, title in _TITLES.items()}
     labels = list(dict.fromkeys(row for table in (tables["hops"], tables["type"]) for row, _ in table))
     links = {
         frozenset(pair): Link(kind)
@@ -39,9 +41,10 @@ def read_amd_tables(lines: Sequence[str], source: str) -> Machine:
     }
     if not links:
         raise TopologyError(
-            f"{source}: no table of rocm-smi --showtopo or amd-smi topology that has hops and link types"
+            f"{source}: no table of rocm-smi --showtopo or amd-smi topology that has hops and link types; the whole"
+            " output of either is read, also with --json"
         )
-    nodes = {int(match[1]): int(match[2]) for line in lines if (match := _NUMA_NODE.search(line))}
+    nodes |= {int(match[1]): int(match[2]) for line in lines if (match := _NUMA_NODE.search(line))}
     names = {label: f"GPU{number}" for number, label in enumerate(labels)} if ":" in labels[0] else {}
     return Machine(
         source=source,
@@ -54,11 +57,11 @@ def read_amd_tables(lines: Sequence[str], source: str) -> Machine:
     )
 
 
-def _find_table(lines: Sequence[str], title: re.Pattern[str]) -> _Cells:
+def _find_table(lines: Sequence[str], title: re.Pattern[str]) -> Cells:
     """Returns the cells of the first table behind a title; none if there is no such title."""
     begin = next((index for index, line in enumerate(lines) if title.search(line)), len(lines))
     columns: list[str] = []
-    cells: _Cells = {}
+    cells: Cells = {}
     for line in lines[begin + 1 :]:
         words = line.split()
         if _OTHER_TITLE.search(line):
@@ -78,7 +81,7 @@ def _kind(link_type: str, hops: str) -> str | None:
 
 
 def _notices(
-    labels: Sequence[str], links: Mapping[frozenset[str], Link], weights: _Cells, names: Mapping[str, str]
+    labels: Sequence[str], links: Mapping[frozenset[str], Link], weights: Cells, names: Mapping[str, str]
 ) -> Iterator[str]:
     kinds = {link.kind for link in links.values()}
     if "PHB" in kinds:

@@ -11,6 +11,9 @@ from commopt_diagnose.topology.machine import parse_link
 
 GPU = re.compile(r"GPU\d{1,4}")
 
+P2P = frozenset(("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"))
+"""The driver's status of direct copies, the cells of ``topo -p2p``."""
+
 _LABEL = re.compile(r"(?!NV\d+$)[A-Za-z][\w.\-]{0,40}\d[\w.\-]{0,40}")
 _HEADING = re.compile(r"CPU\s+Affinity|GPU\s+NUMA\s+ID|NUMA(?:\s+Affinity)?", re.IGNORECASE)
 _HEADING_WORDS = ("cpu", "numa", "gpu", "affinity", "id")
@@ -145,7 +148,9 @@ def _parse_row(text: str, table: Table) -> Row | None:
     words = text.split()
     if len(words) < 2 or not (words[0] in table.labels or _LABEL.fullmatch(words[0])):
         return None
-    if not _CELL.fullmatch(words[1]) or (words[0] not in table.labels and not _is_cell(words[1])):
+    # Without a head, a word such as OK is only a cell of a row that has its X, too.
+    is_p2p = words[1] in P2P and "X" in words and GPU.fullmatch(words[0])
+    if not _CELL.fullmatch(words[1]) or not (words[0] in table.labels or _is_cell(words[1]) or is_p2p):
         return None
     num_columns = len(table.labels) or _MAX_LABELS
     cells: list[str] = []

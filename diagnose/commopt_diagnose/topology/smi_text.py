@@ -17,7 +17,7 @@ from commopt_diagnose.topology.machine import (
     parse_cpus,
     parse_link,
 )
-from commopt_diagnose.topology.matrix_lines import GPU, Row, Table, add_missing_columns, find_tables, split_rows
+from commopt_diagnose.topology.matrix_lines import GPU, P2P, Row, Table, add_missing_columns, find_tables, split_rows
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\([A-Z0-9]|\[\d{0,3}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _NIC_NAME = re.compile(r"(?:^|[\s>:#])(NIC\d{1,4})\s*[:=]\s*([A-Za-z][\w.\-]{0,60})(?=\s*$|\s+NIC\d{1,4}\s*[:=])")
@@ -29,8 +29,7 @@ _LEGEND_NVLINK = re.compile(r"\W*NV#?\s*=")
 _NIC_LEGEND = re.compile(r"\W*NIC Legend")
 _COMMAND = re.compile(r"topo\s+(-mp\b|-m\b|--matrix|-p2p\s+\w+)")
 _NO_NIC = re.compile(r"GPU\d+$|\?")
-_P2P = {"OK", "CNS", "GNS", "TNS", "DR", "NS", "U"}
-_AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE|Link Type between")
+_AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE|Link Type between|DRM devices|link_type")
 _MARKDOWN = str.maketrans("|*`", "   ")
 _MAX_CHARACTERS = 4000  # the rest of a longer line is ignored
 _MAX_SHOWN = 100  # characters of a text without a topology, which often has an error of nvidia-smi instead
@@ -50,10 +49,10 @@ def read_smi_text(text: str, source: str) -> Machine:
     if not any(table.is_topology for table in tables):
         tables = find_tables([row for line in plain for row in split_rows(line)])
     topologies = [table for table in tables if table.is_topology]
-    about_p2p = [table for table in tables if _P2P & set(table.cells)]
+    about_p2p = [table for table in tables if P2P & set(table.cells)]
     if not topologies and not about_p2p:
         if _AMD.search(text):
-            return read_amd_tables(plain, source)
+            return read_amd_tables(text, plain, source)
         first = next((line.strip() for line in lines if line.strip()), "")
         raise TopologyError(
             f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE; it begins with"
@@ -115,14 +114,14 @@ def _read_p2p(tables: Sequence[Table], lines: Sequence[str]) -> dict[frozenset[s
     """Returns the driver's status of direct copies, from the first matrix about reads or writes of memory."""
     for table in tables:
         option = (_command_above(lines, table.line) or "").rpartition(" ")[2]
-        if table.is_topology or not _P2P & set(table.cells) or option in ("n", "a", "p"):
+        if table.is_topology or not P2P & set(table.cells) or option in ("n", "a", "p"):
             continue  # it has links, or is about NVLink, atomics, or PCIe alone
         return {
             # Without the command the matrix may be about NVLink, so NS says nothing about copies.
             frozenset((row.label, label)): "U" if cell == "NS" and not option else cell
             for row in table.rows.values()
-            for label, cell in zip(table.labels, row.cells, strict=False)
-            if cell in _P2P and label != row.label
+            for label, cell in zip(table.labels or _labels_of_rows(list(table.rows.values())), row.cells, strict=False)
+            if cell in P2P and label != row.label
         }
     return {}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import re
 from collections.abc import Callable
 
@@ -199,6 +201,9 @@ def test_only_a_matrix_about_direct_copies() -> None:
     text = "  PIX  = Connection traversing at most a single PCIe bridge\n\n        GPU0    GPU1\n GPU0   X       GNS\n"
     machine = read_smi_text(f"{text} GPU1   GNS     X\n", "sent")
     assert (machine.links, machine.p2p) == ({}, {frozenset(("GPU0", "GPU1")): "GNS"})
+    without_head = read_smi_text("GPU0\tX\tOK\tCNS\nGPU1\tOK\tX\tOK\nGPU2\tCNS\tOK\tX\n", "sent")
+    assert [gpu.label for gpu in without_head.gpus] == ["GPU0", "GPU1", "GPU2"]
+    assert [pair for pair, status in without_head.p2p.items() if status == "CNS"] == [frozenset(("GPU0", "GPU2"))]
     assert machine.notices == ("only a matrix of topo -p2p: what lies between GPUs is unknown",)
 
 
@@ -296,6 +301,55 @@ def test_tables_of_amd_smi() -> None:
     assert find_all(machine) == []
     with Console(file=io.StringIO(), width=100) as console:
         print_topology(machine, [], console)
+
+
+def test_json_of_amd_smi() -> None:
+    """If it fails, what scripts keep of amd-smi is refused, or a link is read from its place in a list."""
+    cell = _sockets("XGMI", "PCIE")
+    gpus = [
+        {
+            "gpu": row,
+            "bdf": f"0000:{row}c:00.0",
+            "links": [
+                {
+                    "gpu": column,
+                    "weight": 15,
+                    "link_status": "ENABLED",
+                    "link_type": kind,
+                    "num_hops": 1 + 2 * (kind == "PCIE"),
+                }
+                for column in reversed(range(4))
+                for kind in [cell(row, column).replace("0", "SELF")]
+            ],
+        }
+        for row in range(4)
+    ]
+    machine = read_smi_text(f"$ amd-smi topology --json\n{json.dumps(gpus, indent=4)}\n$", "a")
+    assert [gpu.label for gpu in machine.gpus] == FOUR
+    assert [str(machine.link("GPU0", other)) for other in FOUR[1:]] == ["XGMI", "SYS", "SYS"]
+    for wrong in (
+        '[{"gpu": 0, "links": [7, {"gpu": "x", "link_type": "XGMI"}]}]',
+        '[{"gpu": ' + "[" * 10_000 + '"link_type"',
+    ):
+        with pytest.raises(TopologyError, match="the whole output of either is read, also as JSON"):
+            read_smi_text(wrong, "a")
+
+
+def test_json_of_rocm_smi() -> None:
+    """rocm-smi prints one line, which is longer than those of a table, and each pair once."""
+    names = {"Weight": ("40", "72"), "Hops": ("2", "3"), "Link type": ("PCIE", "PCIE")}
+    cards = {
+        f"card{number}": {"(Topology) Numa Node": str(number // 4), "(Topology) Numa Affinity": str(number // 4)}
+        for number in range(8)
+    }
+    pairs = {
+        f"(Topology) {name} between DRM devices {row} and {column}": values[row // 4 != column // 4]
+        for name, values in names.items()
+        for row, column in itertools.combinations(range(8), 2)
+    }
+    machine = read_smi_text(json.dumps({**cards, "system": pairs}), "a")
+    assert [str(machine.link("GPU7", f"GPU{other}")) for other in (0, 3, 4, 6)] == ["SYS", "SYS", "PHB", "PHB"]
+    assert [gpu.numa_node for gpu in machine.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_links_of_pcie_without_hops_are_refused() -> None:
