@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import os
 import re
@@ -152,9 +153,12 @@ def _from_list(text: str, port: int) -> RankIdentity:
     hosts = [host.strip() for host in text.split(",")]
     if not all(hosts) or len(set(hosts)) < len(hosts) or len(hosts) < 2:
         raise ValueError(f"--hosts must be two or more different names or addresses, such as a,b; got {text!r}")
+    if "localhost" in hosts:
+        raise ValueError(f"--hosts {text}: every host calls itself localhost; write names that the others know")
     names = {socket.gethostname(), socket.getfqdn()}
     names |= {name.partition(".")[0] for name in names}
-    own = [rank for rank, host in enumerate(hosts) if host in names]
+    # An address needs no look-up, so a host that is listed by its name and by its address is found without delay.
+    own = [rank for rank, host in enumerate(hosts) if host in names or (_is_address(host) and is_own_address(host))]
     own = own or [rank for rank, host in enumerate(hosts) if is_own_address(host)]
     if len(own) != 1:
         problem = "is not this host" if not own else "has this host twice"
@@ -173,6 +177,14 @@ def _from_list(text: str, port: int) -> RankIdentity:
         rank_hosts=tuple(hosts),
         is_of_launcher=False,
     )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_own_address(host: str) -> bool:

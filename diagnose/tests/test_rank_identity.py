@@ -104,6 +104,8 @@ def test_of_a_list() -> None:
         ("198.51.100.1,198.51.100.2", {}, "is not this host"),
         ("trainer..svc,198.51.100.2", {}, "is not this host"),
         ("127.0.0.1,127.0.0.2", {}, "has this host twice"),
+        (f"{socket.gethostname()},127.0.0.1", {}, "has this host twice"),
+        ("localhost,127.0.0.1", {}, "every host calls itself localhost"),
         ("127.0.0.1", {}, "two or more different"),
         ("a,,b", {}, "two or more different"),
         ("a,a", {}, "two or more different"),
