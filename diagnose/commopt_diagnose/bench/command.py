@@ -178,6 +178,7 @@ def bench(
         COLLECTIVES,
         PLACES,
         BenchSettings,
+        check_predicted,
         parse_size,
         sizes_between,
     )
@@ -189,9 +190,11 @@ def bench(
     if load is not None and kind_of(load) == MODEL_KIND:
         if (output, csv, page, model) != (None,) * 4:
             raise ValueError(f"{load} is a link model: --output, --csv, --page and --model need the times of a bench")
-        _show(LinkModel.load(load), json, predicted)
+        loaded = LinkModel.load(load)
+        check_predicted(predicted, {spread.size_bytes for curve in loaded.curves for spread in curve.spreads})
+        _show(loaded, json, predicted)
         return
-    result: BenchResult | None
+    result: BenchResult | None = None
     if load is not None:
         result = BenchResult.load(load)
     elif from_run is not None:
@@ -199,6 +202,8 @@ def bench(
 
         result = result_of_run(from_run)
         echo_notices(from_run)
+    if result is not None:
+        check_predicted(predicted, {row.case.size_bytes for row in result.measured})
     else:
         sizes_bytes = sizes_between(
             parse_size("-b", minbytes),
@@ -215,6 +220,7 @@ def bench(
             hooks = own + hooks
         elif buckets_of is not None:
             raise ValueError(f"--buckets-of {buckets_of} needs --plan, the plan of that run")
+        check_predicted(predicted, sizes_bytes)
         settings = BenchSettings(
             collectives=COLLECTIVES if collectives == ["all"] else collectives or ["all_reduce"],
             sizes_bytes=sizes_bytes,

@@ -103,12 +103,14 @@ class Curve:
 
     @property
     def text(self) -> str:
+        ranks = count(self.case.num_ranks, "rank")
+        if len(self.spreads) == 1:
+            return f"{self.case.label} ({ranks}): one size, whose times show neither a latency nor a bandwidth"
         parts = []
         for segment in self.segments:
             rate = f" + size / {number(1e-6 / segment.s_per_byte)} MB/s" if segment.s_per_byte > 0 else ""
             until = "" if segment is self.segments[-1] else f" up to {size_text(segment.last_bytes)}"
             parts.append(f"{number(1e3 * segment.latency_s)} ms{rate}{until}")
-        ranks = count(self.case.num_ranks, "rank")
         error = "too few sizes to estimate the error"
         if self.median_error is not None:
             error = f"sizes left out are off by {short_percent(self.median_error)} (median)"

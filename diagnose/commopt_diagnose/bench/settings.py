@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -86,6 +86,20 @@ def size_text(num_bytes: int) -> str:
         if num_bytes and num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]}{unit}"
     return str(num_bytes)
+
+
+def check_predicted(predicted: Sequence[int], sizes_bytes: Collection[int]) -> None:
+    """Checks that there are times to predict from.
+
+    Raises:
+        ValueError: all are of one size, which shows neither a latency nor a bandwidth, and others are to be predicted.
+    """
+    others = [size_text(size) for size in predicted if size not in sizes_bytes]
+    if others and len(set(sizes_bytes)) == 1:
+        raise ValueError(
+            f"--predict {','.join(others)} needs the times of two sizes or more, got one, {size_text(*sizes_bytes)};"
+            f" -b and -e choose the sizes, best up to {others[-1]}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

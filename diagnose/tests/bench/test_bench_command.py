@@ -195,6 +195,16 @@ def test_a_mistake_is_one_line_and_status_2(
     assert said in line
 
 
+def test_one_size_predicts_no_other(tmp_path: Path) -> None:
+    """If it fails, 25 MB are said to take minutes, as many times as long as 64 bytes."""
+    path = tmp_path / "bench.json"
+    result_of(sample(lambda size: size / 1e8, [2**20])).save(path)
+    refused = "commopt: --predict 25M needs the times of two sizes or more, got one, {}; -b and -e choose the sizes"
+    assert refusal("bench", "--load", path, "--predict", "1M,25M").startswith(refused.format("1M"))
+    assert refusal("bench", "-b", "64", "-e", "64", "--predict", "25M").startswith(refused.format("64"))
+    assert "one size, whose times show neither a latency nor a bandwidth" in _run("--load", path, "--predict", "1M")
+
+
 def test_a_kept_result_is_shown_again_and_a_wrong_one_fails(tmp_path: Path) -> None:
     """If it fails, a script does not see that a link changes bits."""
     rows = sample(lambda size: size / 1e8, [2**20, 2**21, 2**22])
