@@ -45,6 +45,10 @@ _RAW_SUFFIX = ".qdstrm"
 _LAUNCHER_MODULE = "torch.distributed.run"
 _FORMER_MODULE = "torch.distributed.launch"
 _OTHER_LAUNCHERS = ("accelerate", "deepspeed", "fabric", "horovodrun", "jsrun", "mpiexec", "mpirun", "srun")
+# Modules that do the same behind python -m, by the beginning of their names.
+_OTHER_MODULES = (
+    *("accelerate.commands.", "deepspeed.launcher.", "horovod.runner", "lightning.fabric.cli", "lightning_fabric.cli"),
+)
 _NAME_OPTIONS = ("-n", "--name", "-p", "--prefix")  # of conda run: an environment may be named like a launcher
 
 
@@ -161,11 +165,6 @@ def _split_launcher(command: Sequence[str]) -> tuple[list[str], list[str]]:
     words = list(command)
     place, length = _find_launcher(words)
     launcher = words[place : place + length]
-    if launcher and (program := Path(launcher[0]).name) in _OTHER_LAUNCHERS:
-        raise ValueError(
-            f"{program} starts the ranks by itself: put nsys between it and the program; commopt nsys --print --"
-            " PROGRAM prints its options"
-        )
     if launcher and place > 0:
         before, after = shlex.join(words[:place]), shlex.join(launcher)
         raise ValueError(
@@ -174,23 +173,36 @@ def _split_launcher(command: Sequence[str]) -> tuple[list[str], list[str]]:
     return launcher, words[length:]
 
 
+def _of_other(launcher: str) -> str:
+    return (
+        f"{launcher} starts the ranks by itself: put nsys between it and the program; commopt nsys --print -- PROGRAM"
+        " prints its options"
+    )
+
+
 def _find_launcher(words: list[str]) -> tuple[int, int]:
     """Returns where in a command a launcher begins, and its number of words; 0 words if there is none.
 
     A program's arguments may be named like a launcher, so the search ends at the first Python program.
 
     Raises:
-        ValueError: it is torch's former launcher.
+        ValueError: it is not torch's, or torch's former launcher; or there is an nsys already.
     """
     for place, (word, before) in enumerate(zip(words, ["", *words], strict=False)):
         name, rest = Path(word).name, words[place + 1 :]
         if before in _NAME_OPTIONS:
             continue
-        if name in ("torchrun", *_OTHER_LAUNCHERS):
+        if name == "torchrun":
             return place, 1
+        if name == "nsys":
+            raise ValueError("commopt nsys starts nsys itself: leave it out, and give its options as --nsys-args")
+        if name in _OTHER_LAUNCHERS:
+            raise ValueError(_of_other(name))
         if name.startswith("python") and rest and rest[0].startswith("-"):
             num_options = next((number for number, other in enumerate(rest) if not other.startswith("-")), len(rest))
             started = rest[num_options - 1 : num_options + 1]
+            if started[0] == "-m" and started[1:] and started[1].startswith(_OTHER_MODULES):
+                raise ValueError(_of_other(started[1]))
             if started == ["-m", _FORMER_MODULE]:
                 raise ValueError(f"{_FORMER_MODULE} is deprecated: use torchrun, or python -m {_LAUNCHER_MODULE}")
             return place, num_options + 2 if started == ["-m", _LAUNCHER_MODULE] else 0

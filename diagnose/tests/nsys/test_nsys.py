@@ -123,6 +123,8 @@ def test_nsys_comes_after_the_launchers_options(command, expected):
         "uv run train.py torchrun",
         "conda run -n deepspeed python train.py",
         "conda run -p /envs/fabric python train.py",
+        "python train.py nsys",
+        "python -m accelerate_study.train",
     ],
 )
 def test_an_argument_that_names_the_launcher_is_no_launcher(command):
@@ -184,6 +186,10 @@ def test_print_prints_a_shell_command_and_runs_nothing(tmp_path, monkeypatch):
             "uv run is in front of torchrun: put it in front of commopt nsys, as in uv run commopt nsys torchrun ...",
         ),
         ("fabric run --devices 2 a.py", "fabric starts the ranks by itself"),
+        ("python -m accelerate.commands.launch a.py", "accelerate.commands.launch starts the ranks by itself"),
+        ("python -u -m lightning.fabric.cli run a.py", "lightning.fabric.cli starts the ranks by itself"),
+        ("nsys profile -o x python a.py", "commopt nsys starts nsys itself: leave it out"),
+        ("uv run nsys profile torchrun a.py", "commopt nsys starts nsys itself: leave it out"),
         ("python -m torch.distributed.launch a.py", "torch.distributed.launch is deprecated: use torchrun"),
         ("env X=1 torchrun a.py", "env X=1 is in front of torchrun"),
         ("conda run -n python -v torchrun a.py", "conda run -n python -v is in front of torchrun"),
