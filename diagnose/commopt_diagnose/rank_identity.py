@@ -7,14 +7,19 @@ import itertools
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 DEFAULT_PORT = 29511
-"""Where a list of hosts meets by default, as there is no launcher to choose a port."""
+"""Where a list of hosts, and mpirun's ranks, meet by default, as there is no launcher to choose a port."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # these are below the ports that Linux gives to clients
+# Rank, number of ranks, and the same of the host, as Open MPI, and as Intel MPI and MPICH set them.
+_OF_MPIRUN = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 _MAX_HOSTS = 100_000  # more than a cluster has; a damaged list of hosts must not fill the memory
 
 
@@ -31,7 +36,7 @@ class RankIdentity:
     port: int  # port where ranks meet
     hosts_store: bool  # whether this process opens the port
     rank_hosts: tuple[str, ...] = ()  # host of each rank; empty if it is unknown before they meet
-    is_of_launcher: bool = True  # whether torchrun or srun started it; False for a list of hosts
+    is_of_launcher: bool = True  # whether a launcher started it; False for a list of hosts
 
     def label(self, rank: int) -> str:
         """Returns how messages name a rank that has not been heard from."""
@@ -51,7 +56,7 @@ def find_rank_identity(
         environment: variables of this process.
 
     Returns:
-        None for a process without a launcher and without ``hosts``.
+        None for a process without a launcher and without ``hosts``, and for the only rank of srun or mpirun.
 
     Raises:
         ValueError: this host is not in ``hosts``, or twice; there is a launcher as well; a variable is missing.
@@ -67,6 +72,10 @@ def find_rank_identity(
         return _from_list(hosts, DEFAULT_PORT if port is None else port)
     if is_torchrun:
         return _from_torchrun(environment, port)
+    # In a job of SLURM, mpirun may start its ranks by srun, whose variables then count mpirun's own processes.
+    for names in _OF_MPIRUN:
+        if all(environment.get(name, "").isdecimal() for name in names):
+            return _from_mpirun(names, environment, port)
     return _from_slurm(environment, port) if is_srun else None
 
 
@@ -89,6 +98,29 @@ def _from_torchrun(environment: Mapping[str, str], port: int | None) -> RankIden
         address=environment["MASTER_ADDR"],
         port=int(numbers["MASTER_PORT"]) if port is None else port,
         hosts_store=rank == 0 and (port is not None or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"),
+    )
+
+
+def _from_mpirun(names: Sequence[str], environment: Mapping[str, str], port: int | None) -> RankIdentity | None:
+    """Returns a rank of mpirun, which does not tell ranks on several hosts where to meet."""
+    rank, world_size, local_rank, ranks_per_node = (int(environment[name]) for name in names)
+    if world_size < 2:
+        return None
+    address = environment.get("MASTER_ADDR") or ("localhost" if ranks_per_node == world_size else "")
+    if not address:
+        raise ValueError(
+            f"mpirun started {world_size} ranks on several hosts, and does not tell them where rank 0 is: set"
+            " MASTER_ADDR for all ranks, by -x MASTER_ADDR=HOST in Open MPI, -genv MASTER_ADDR HOST in Intel MPI and MPICH"
+        )
+    return RankIdentity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        ranks_per_node=ranks_per_node,
+        host=socket.gethostname(),
+        address=address,
+        port=_number(environment, "MASTER_PORT", DEFAULT_PORT) if port is None else port,
+        hosts_store=rank == 0,
     )
 
 

@@ -68,6 +68,25 @@ def test_of_slurm() -> None:
     assert (own.address, own.port) == ("login", 77)
 
 
+OPEN_MPI = dict(zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "5824", strict=True))
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in OPEN_MPI.items()}
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"}
+
+
+@pytest.mark.parametrize("environment", [OPEN_MPI, HYDRA, {**SLURM, **OPEN_MPI}])
+def test_of_mpirun(environment: dict[str, str]) -> None:
+    """If it fails, each rank of mpirun reports on its own, or takes the number of SLURM's daemon for its own."""
+    identity = known(find_rank_identity(environment={**environment, "MASTER_ADDR": "a"}))
+    assert (identity.rank, identity.world_size, identity.local_rank, identity.ranks_per_node) == (5, 8, 2, 4)
+    assert (identity.address, identity.port, identity.hosts_store) == ("a", 29511, False)
+    with pytest.raises(ValueError, match="mpirun started 8 ranks on several hosts, and does not tell them where"):
+        find_rank_identity(environment=environment)
+    on_one_host = {name: value.replace("4", "8") for name, value in environment.items()}
+    assert known(find_rank_identity(environment=on_one_host)).address == "localhost"
+    alone = {name: "1" if value == "8" else value for name, value in environment.items()}
+    assert find_rank_identity(environment=alone) is None
+
+
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [

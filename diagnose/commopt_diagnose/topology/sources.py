@@ -88,7 +88,8 @@ def read_machine(source: str = "auto", environment: Mapping[str, str] = os.envir
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """Returns which of a host's ranks this process is; None without a launcher."""
-    text = environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or ""
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    text = next(filter(None, map(environment.get, names)), "")
     return int(text) if text.isdecimal() else None
 
 
