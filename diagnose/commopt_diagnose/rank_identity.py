@@ -110,7 +110,8 @@ def _from_mpirun(names: Sequence[str], environment: Mapping[str, str], port: int
     if not address:
         raise ValueError(
             f"mpirun started {world_size} ranks on several hosts, and does not tell them where rank 0 is: set"
-            " MASTER_ADDR for all ranks, by -x MASTER_ADDR=HOST in Open MPI, -genv MASTER_ADDR HOST in Intel MPI and MPICH"
+            " MASTER_ADDR for all ranks, with -x MASTER_ADDR=HOST in Open MPI, -genv MASTER_ADDR HOST in Intel MPI and"
+            " MPICH"
         )
     return RankIdentity(
         rank=rank,
