@@ -53,7 +53,12 @@ _BARE = re.compile(
     r"|Using network \S+.{0,40})$"
 )
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
+_LONE_RETURN = re.compile(rb"\r(?!\r*\n)")
 _CLOCK = re.compile(r"\d{1,2}$")
+# A time whose writer has put no space in front of the host that follows.
+_JOINED_TIME = re.compile(
+    r"(?:(?<=\d[T-])|(?<![\w:.-]))\d{1,2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[+-]\d{2}:?\d{2})?-?(?=[A-Za-z])"
+)
 # Colors of a terminal, also as syslog and editors write them.
 _ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
 # A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
@@ -191,11 +196,19 @@ def _raw_lines(stream: io.BufferedReader[Any] | gzip.GzipFile, stack: ExitStack)
         if len(rest) > _MAX_BYTES:
             end, rest = len(content), b""  # longer than a line of NCCL can be
         block = Block(content[:end])
+        has_lone = _LONE_RETURN.search(content, 0, end) is not None
         for raw in io.BytesIO(content[:end]):
-            yield number, raw, block
+            for part in _split_returns(raw) if has_lone else (raw,):
+                yield number, part, block
             number += 1
-    if rest:
-        yield number, rest, Block(rest)
+    for part in _split_returns(rest):
+        yield number, part, Block(part)
+
+
+def _split_returns(raw: bytes) -> list[bytes]:
+    """Splits a line at carriage returns, which progress bars write, or an editor in place of all ends of lines."""
+    *parts, last = _LONE_RETURN.split(raw)
+    return [part + b"\n" for part in parts if part] + ([last] if last else [])
 
 
 def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> Iterator[Message]:
@@ -247,6 +260,7 @@ def _text_of(string: str) -> str:
 
 def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Message]:
     starts = []
+    whole_line, text = text, _JOINED_TIME.sub(" ", text) if _MARK.search(text) else text
     for mark in _MARK.finditer(text):
         head = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))
         assert head is not None  # every part of the pattern is optional, so it always matches
@@ -254,16 +268,18 @@ def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Mes
         if mark[1] or host or (head["device"] and head["place"]):
             starts.append((mark, head, host, numbers))
     if not starts and (bare := _BARE.match(text)):
-        yield Message(file=file, number=number, whole_line=text, level="INFO", text=bare[1].strip(), is_whole=is_whole)
+        yield Message(
+            file=file, number=number, whole_line=whole_line, level="INFO", text=bare[1].strip(), is_whole=is_whole
+        )
         return
     if not starts:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
-        yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
+        yield Message(file=file, number=number, whole_line=whole_line, text=rest, is_whole=is_whole)
         return
     for (mark, head, host, numbers), following in zip(starts, [*starts[1:], None], strict=True):
         end = len(text) if following is None else max(mark.end(), following[1].start())
         rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
-        message = Message(file=file, number=number, whole_line=text, text=rest)
+        message = Message(file=file, number=number, whole_line=whole_line, text=rest)
         message.level = mark[1] or mark[2].replace("NCCL ERROR", "WARN")
         message.host, (message.pid, message.tid, message.device) = host, numbers
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None

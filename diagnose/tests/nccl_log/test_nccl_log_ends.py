@@ -21,6 +21,9 @@ _WORKER = "RuntimeError: DataLoader worker (pid 4821) is killed by signal:"
         ("[cf0b62962198:378934:0:382579] Caught signal 7 (Bus error: nonexistent physical address)", "bus_error"),
         ("srun: error: nid12: tasks 0-3: Bus error (core dumped)", "bus_error"),
         (f"{_WORKER} Bus error. It is possible that dataloader's workers are out of shared memory.", "bus_error"),
+        ("./run.sh: line 3: 12345 Bus error               (core dumped) python train.py", "bus_error"),
+        ("ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+         "bus_error"),
         ("ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -7) local_rank: 0", "bus_error"),
         ("[ib-vm-61:343042:0:345015] Caught signal 11 (Segmentation fault: address not mapped to object)", "crashed"),
         ("[9e379b1f2389:01615] Signal: Segmentation fault (11)", "crashed"),
@@ -67,6 +70,19 @@ def test_ends_that_only_follow_from_another_are_not_reported() -> None:
     """PyTorch's watchdog aborts the process itself, and a test without a wrong element is none."""
     lines = "Fatal Python error: Aborted", "Signal 6 (SIGABRT) received by PID 5", "# Out of bounds values : 0 OK"
     assert set(findings(_START, *lines)) == {"unknown"}
+
+
+@pytest.mark.parametrize(
+    "advice",
+    [
+        "WARNING: set --shm-size to at least 8g to avoid bus errors in workers of the data loader",
+        "INFO: tip: if you see a bus error, increase /dev/shm",
+        "Upgraded tokenizers, which fixes a segmentation fault in fast tokenizers",
+    ],
+)
+def test_words_about_a_crash_are_none(advice: str) -> None:
+    """If it fails, what a program advises at each start is reported as the reason why it ended."""
+    assert set(findings(_START, advice)) == {"unknown"}
 
 
 def test_the_rank_whose_connection_closed_first() -> None:

@@ -45,12 +45,22 @@ def test_one_file_for_each_rank_or_all_in_one(tmp_path: Path) -> None:
     [
         *("[1,0]<stdout>:", "(RayTrainWorker pid=581, ip=10.2.1.8) ", "3: ", "[155] ", "[default0]:"),
         *("[2026-05-05 06:16:47] ", "2026-05-05T06:16:47Z ", "06:16:47 ", "2026-05-05 06:16:47,123 INFO \n"),
-        "\x1b[36m(pid=12)\x1b[0m ",
+        *("\x1b[36m(pid=12)\x1b[0m ", "2026-05-05T06:16:47.208-07:00", "2026-05-05-06:16:47-", "06:16:47,123-"),
+        "epoch 1:   5%|         | 3/60 [00:01<00:30]\r",
     ],
 )
 def test_what_a_launcher_puts_in_front_does_not_matter(prefix: str) -> None:
     plain = HEALTHY.mixed()
     assert facts(read("".join(f"{prefix}{line}\n" for line in plain.splitlines()))) == facts(read(plain))
+
+
+def test_carriage_returns_alone_end_lines(tmp_path: Path) -> None:
+    """If it fails, a file that an editor has written so is one line, torn by processes that interrupt each other."""
+    path = tmp_path / "log"
+    path.write_bytes(HEALTHY.mixed().replace("\n", "\r").encode())
+    log = read_log([path])
+    assert facts(log) == facts(read(HEALTHY.mixed()))
+    assert find_all(log) == []
 
 
 def test_dropped_heads(tmp_path: Path) -> None:
