@@ -42,6 +42,11 @@ def is_passed_on(text: str) -> bool:
     return _PROCESS["failed_at"].match(text) is not None
 
 
+def is_retried(text: str) -> bool:
+    """Returns whether a message says that a connection failed, and that NCCL will try it again."""
+    return text.startswith("socket") and _PROCESS["retried"].match(text) is not None
+
+
 def read_process_line(process: Process, message: Message) -> bool:
     """Adds what a message reports of a process; returns whether it does."""
     text = message.text

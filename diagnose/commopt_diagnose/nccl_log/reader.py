@@ -13,11 +13,17 @@ from pathlib import Path
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.complaints import RasReport
-from commopt_diagnose.nccl_log.facts import Choice, Fact, TornLines
+from commopt_diagnose.nccl_log.facts import Choice, Fact, Process, TornLines
 from commopt_diagnose.nccl_log.grouping import add_listed, add_unnamed, group_members
 from commopt_diagnose.nccl_log.inspector import Inspected
 from commopt_diagnose.nccl_log.lines import Message, read_messages
-from commopt_diagnose.nccl_log.messages import find_version, is_passed_on, read_process_line, read_rank_line
+from commopt_diagnose.nccl_log.messages import (
+    find_version,
+    is_passed_on,
+    is_retried,
+    read_process_line,
+    read_rank_line,
+)
 from commopt_diagnose.nccl_log.ras_json import RasJson
 from commopt_diagnose.nccl_log.skipping import Repeats
 from commopt_diagnose.nccl_log.torch_lines import PATTERNS, TorchLines
@@ -76,6 +82,8 @@ class LogReader:
         self._ras_dead: RasReport | None = None  # peers that RAS calls dead, as ``ncclras -m`` watches them
         # A detail of the last report, if a launcher has written something, such as a time, in front of its lines.
         self._ras_detail: re.Pattern[str] | None = None
+        # Threads of which the last line is that they try a connection again.
+        self._retries: dict[tuple[Process, int | None], Message] = {}
         # Those that nccl-tests calls rank 0, in this file since the end of a run.
         self._test_processes: dict[tuple[str, int], Line] = {}
         self._first_ranks: dict[str, dict[tuple[str, int], Line]] = {}  # the same, all of each file
@@ -114,6 +122,8 @@ class LogReader:
 
         A process without an address, as in a cut log, gets the address of its host if that has only one.
         """
+        for (process, _), message in self._retries.items():
+            self.log.warn(message.text, message.line, host=process.host)
         self._torch.add_result()
         self._ras_json.add_reports()
         ones = [processes for processes in self._first_ranks.values() if len(processes) == 1]
@@ -141,6 +151,7 @@ class LogReader:
         process = self._writers.process_of(message)
         if not message.is_alone:
             self._writers.note_torn(message)
+        self._note_retry(process, message)
         if message.level == "WARN" and not is_passed_on(message.text):  # NCCLX warns of each error that it passes on
             member = process.find_member(message)
             members = [member] if member else process.members
@@ -157,6 +168,18 @@ class LogReader:
                 self.log.choice_lines.setdefault(choice, message.line)
         elif not read_process_line(process, message):
             read_rank_line(process, message)
+
+    def _note_retry(self, process: Process, message: Message) -> None:
+        """Remembers a connection that is tried again until its thread, or the process, goes on."""
+        if is_retried(message.text):
+            self._retries[process, message.tid] = message
+        elif self._retries:
+            # A thread that only connects may write nothing about its success.
+            is_connected = message.text.startswith("Connected ") or message.text.endswith("COMPLETE")
+            for known in [
+                key for key in self._retries if key[0] is process and (is_connected or key[1] == message.tid)
+            ]:
+                del self._retries[known]
 
     def _read_other(self, message: Message) -> None:
         """Reads a line without NCCL's head: a version, PyTorch's errors and watchdog, or nccl-tests' list."""

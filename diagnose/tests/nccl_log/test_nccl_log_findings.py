@@ -36,6 +36,7 @@ torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled c
 ncclUnhandledCudaError: Call to CUDA function failed.
 Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 'out of memory'.
 """
+RETRY = "socketPollConnect: connect to 10.0.0.9<4321> returned {}, retrying ({}/34) after sleep for 100 msec"
 RAS = """NCCL version 2.26.2 compiled with CUDA 12.6
 
     #  in group  per comm  per node  per comm  in group
@@ -292,6 +293,15 @@ LOGS: dict[str, list[str]] = {
     "no plugin": [PLUGIN.replace("version `GLIBC_2.34' not found", "cannot open shared object file")],
     "the loopback interface of an old version": [told("NET/Socket : Using [0]lo:127.0.0.1<0> [1]eth0:10.0.0.7<0>")],
     "no loopback interface": [told("NET/Socket : Using [0]eth0:10.0.0.7<0>")],
+    "the last line of a thread is that it connects once more": [
+        told("Using network Socket"),
+        *(told(RETRY.format("Connection timed out", number), tid=99) for number in (1, 2)),
+    ],
+    "a connection that was tried again, and the process went on": [
+        *(told(RETRY.format(error, 3), tid=99) for error in ("No route to host", "Connection refused")),
+        told("Connected all rings"),
+    ],
+    "a connection that was refused once": [told(RETRY.format("Connection refused", 1), tid=99)],
     "a rank that did not time out": gathers(1, 2, 3),
     "a rank whose line is cut has not stayed away": [
         *gathers(1, 2, 3),
