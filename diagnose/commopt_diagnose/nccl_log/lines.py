@@ -260,26 +260,26 @@ def _text_of(string: str) -> str:
 
 def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Message]:
     starts = []
-    whole_line, text = text, _JOINED_TIME.sub(" ", text) if _MARK.search(text) else text
     for mark in _MARK.finditer(text):
         head = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))
         assert head is not None  # every part of the pattern is optional, so it always matches
+        begin = head.start()
+        if begin and text[begin - 1] in ":," and text[begin].isdigit():
+            head = _HEAD.search(_JOINED_TIME.sub(" ", text[: mark.start()])[-300:]) or head
         host, numbers = _writer(head)
         if mark[1] or host or (head["device"] and head["place"]):
-            starts.append((mark, head, host, numbers))
+            starts.append((mark, begin, head, host, numbers))
     if not starts and (bare := _BARE.match(text)):
-        yield Message(
-            file=file, number=number, whole_line=whole_line, level="INFO", text=bare[1].strip(), is_whole=is_whole
-        )
+        yield Message(file=file, number=number, whole_line=text, level="INFO", text=bare[1].strip(), is_whole=is_whole)
         return
     if not starts:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
-        yield Message(file=file, number=number, whole_line=whole_line, text=rest, is_whole=is_whole)
+        yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
         return
-    for (mark, head, host, numbers), following in zip(starts, [*starts[1:], None], strict=True):
-        end = len(text) if following is None else max(mark.end(), following[1].start())
+    for (mark, _, head, host, numbers), following in zip(starts, [*starts[1:], None], strict=True):
+        end = len(text) if following is None else max(mark.end(), following[1])
         rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
-        message = Message(file=file, number=number, whole_line=whole_line, text=rest)
+        message = Message(file=file, number=number, whole_line=text, text=rest)
         message.level = mark[1] or mark[2].replace("NCCL ERROR", "WARN")
         message.host, (message.pid, message.tid, message.device) = host, numbers
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
