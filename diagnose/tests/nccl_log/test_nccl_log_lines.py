@@ -50,8 +50,10 @@ def test_one_file_for_each_rank_or_all_in_one(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_launcher_puts_in_front_does_not_matter(prefix: str) -> None:
-    plain = HEALTHY.mixed()
-    assert facts(read("".join(f"{prefix}{line}\n" for line in plain.splitlines()))) == facts(read(plain))
+    plain = read(HEALTHY.mixed())
+    log = read("".join(f"{prefix}{line}\n" for line in HEALTHY.mixed().splitlines()))
+    assert facts(log) == facts(plain)
+    assert {process.host for process in log.processes} == {process.host for process in plain.processes}
 
 
 def test_carriage_returns_alone_end_lines(tmp_path: Path) -> None:
