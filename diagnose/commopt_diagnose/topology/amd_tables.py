@@ -41,8 +41,8 @@ def read_amd_tables(text: str, lines: Sequence[str], source: str) -> Machine:
     }
     if not links:
         raise TopologyError(
-            f"{source}: no table of rocm-smi --showtopo or amd-smi topology that has hops and link types; the whole"
-            " output of either is read, also as JSON"
+            f"{source}: no table of rocm-smi --showtopo or amd-smi topology that has hops and link types: give"
+            " the whole output of either, as text or with --json (amd-smi of ROCm 6.1.1 and newer), not with --csv"
         )
     nodes |= {int(match[1]): int(match[2]) for line in lines if (match := _NUMA_NODE.search(line))}
     names = {label: f"GPU{number}" for number, label in enumerate(labels)} if ":" in labels[0] else {}

@@ -331,7 +331,7 @@ def test_json_of_amd_smi() -> None:
         '[{"gpu": 0, "links": [7, {"gpu": "x", "link_type": "XGMI"}]}]',
         '[{"gpu": ' + "[" * 10_000 + '"link_type"',
     ):
-        with pytest.raises(TopologyError, match="the whole output of either is read, also as JSON"):
+        with pytest.raises(TopologyError, match="the whole output of either, as text or with --json"):
             read_smi_text(wrong, "a")
 
 
