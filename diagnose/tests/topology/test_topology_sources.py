@@ -203,13 +203,14 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("no_driver")
-def test_further_ranks_speak_of_themselves_only(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variable", ["SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
+def test_further_ranks_speak_of_themselves_only(variable: str, smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, eight ranks print eight matrices, or keep back that they are on far cores."""
     near = replace(SAMPLES["pcie_4"], cpus=lambda gpu: "9000" if gpu == 1 else "0-9000")
     (smi.parent / "matrix").write_text(near.tabbed())
     write_program(smi, f"cat {smi.parent}/matrix")
     for rank, words in (("1", "slow: process "), ("2", "")):
-        monkeypatch.setenv("SLURM_LOCALID", rank)
+        monkeypatch.setenv(variable, rank)
         output = commopt("topo").output
         assert output[: len(words) or None] == words
 
