@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from operator import itemgetter
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, ParseError, fromstring
 
 from commopt_diagnose.topology.machine import Gpu, Link, Machine, Nic, TopologyError
-from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.formatting import grouped, list_some
 
 _DOCUMENT = re.compile(r"<system\b(?:[^<>]*/>|.*?</system>)", re.DOTALL)
 _SWITCH_CLASS = "0x0680"
@@ -38,7 +38,9 @@ class _Device(NamedTuple):
 
 
 def read_nccl_xml(text: str, source: str) -> Machine:
-    """Reads the first host in a text with ``<system ...>`` to ``</system>`` somewhere; ``source`` names it.
+    """Reads a host in a text with ``<system ...>`` to ``</system>`` somewhere; ``source`` names it.
+
+    With NVLink between hosts, NCCL writes all hosts of a domain. Then it is the first with the GPU of fewest NVLinks.
 
     Raises:
         TopologyError: it is cut off, or damaged, or has no GPU.
@@ -79,10 +81,20 @@ def _read_devices(text: str, source: str) -> tuple[list[_Device], list[str]]:
         cpus = fromstring(documents[0]).findall("cpu")
     except (ParseError, ValueError) as error:
         raise TopologyError(f"{source}: the XML of NCCL's topology is damaged: {error}") from None
-    hosts = list(dict.fromkeys(cpu.get("host_hash") for cpu in cpus))
-    counts = {"systems": len(documents), "hosts": len(hosts)}
-    notices = [f"the file has {num} {kind}: only the first is shown" for kind, num in counts.items() if num > 1]
-    return [device for cpu in cpus if cpu.get("host_hash") == hosts[0] for device in _walk(cpu)], notices
+    hosts = list(grouped((cpu.get("host_hash"), cpu) for cpu in cpus).values())
+    place = min(range(len(hosts)), key=lambda index: _fewest_nvlinks(hosts[index]), default=0)
+    which = f"number {place + 1} is shown, where a GPU has the fewest NVLinks" if place else "the first is shown"
+    counts = {"systems": (len(documents), "the first is shown"), "hosts": (len(hosts), which)}
+    notices = [f"the file has {num} {kind}: only {text}" for kind, (num, text) in counts.items() if num > 1]
+    return [device for cpu in (hosts[place] if hosts else ()) for device in _walk(cpu)], notices
+
+
+def _fewest_nvlinks(cpus: Sequence[Element]) -> int:
+    """Returns the number of NVLinks of the GPU of a host that has the fewest, as a fault on one host slows all."""
+    gpus = [gpu for cpu in cpus for gpu in cpu.iter("gpu")]
+    return min(
+        (sum(_integer(link.get("count")) or 0 for link in gpu.iter("nvlink")) for gpu in gpus), default=_MAX_LINKS
+    )
 
 
 def _walk(cpu: Element) -> Iterator[_Device]:

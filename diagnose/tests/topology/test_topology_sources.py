@@ -67,6 +67,24 @@ def test_xml_of_switches_and_of_several_hosts() -> None:
     assert machine.notices == ("the file has 2 hosts: only the first is shown",)
 
 
+def test_xml_of_hosts_that_nvlink_joins() -> None:
+    """If it fails, a GPU without its NVLinks on the second host of a domain goes unseen. As on two trays of GB300."""
+    link = '<nvlink target="fffffff:ff:ff.0" count="18" tclass="0x068000"/>'
+    hosts = [
+        f'<cpu host_hash="0x{host}" numaid="0">'
+        + "".join(
+            f'<pci busid="000{number}:06:00.0" class="0x030200"><gpu dev="{number}" sm="103" rank="{number}" gdr="1">'
+            f"{link if (host, number) != (2, 1) else ''}</gpu></pci>"
+            for number in range(4)
+        )
+        + "</cpu>"
+        for host in (1, 2)
+    ]
+    machine = read_content(f"<system version='1'>{''.join(hosts)}</system>".encode(), "dump")
+    assert machine.notices[0] == "the file has 2 hosts: only number 2 is shown, where a GPU has the fewest NVLinks"
+    assert find_all(machine)[0].what == "NVLinks are missing: GPU1 0, where others have 18"
+
+
 class FakeDriver:
     """Three GPUs: 0 and 2 with four NVLinks, 1 alone; in nvidia-ml-py's functions, which must exist."""
 
@@ -379,6 +397,7 @@ BAD_FILES = {
     "xml_from_its_middle": (XML[XML.index("<pci busid") :].encode(), "is cut off: it has no <system>"),
     "damaged_xml": (XML.replace("<nic>", "<nick>").encode(), "is damaged: mismatched tag"),
     "other_xml": (b"<system><cpu/></system>", "has no GPU"),
+    "xml_without_a_cpu": (b"<system><pci><cpu/></pci></system>", "has no GPU"),
 }
 
 
