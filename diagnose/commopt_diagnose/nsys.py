@@ -45,7 +45,7 @@ _RAW_SUFFIX = ".qdstrm"
 _LAUNCHER_MODULE = "torch.distributed.run"
 _FORMER_MODULE = "torch.distributed.launch"
 _OTHER_LAUNCHERS = ("accelerate", "deepspeed", "fabric", "horovodrun", "jsrun", "mpiexec", "mpirun", "srun")
-# Modules that do the same behind python -m, by the beginning of their names.
+# These modules start ranks as well, behind python -m; the beginning of a name is enough.
 _OTHER_MODULES = (
     *("accelerate.commands.", "deepspeed.launcher.", "horovod.runner", "lightning.fabric.cli", "lightning_fabric.cli"),
 )

@@ -15,7 +15,7 @@ DEFAULT_PORT = 29511
 """Where a list of hosts, and mpirun's ranks, meet by default, as there is no launcher to choose a port."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # these are below the ports that Linux gives to clients
-# Rank, number of ranks, and the same of the host, as Open MPI, and as Intel MPI and MPICH set them.
+# Open MPI sets the first four, Intel MPI and MPICH the others: rank, number of ranks, and the same of the host.
 _OF_MPIRUN = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -72,7 +72,7 @@ def find_rank_identity(
         return _from_list(hosts, DEFAULT_PORT if port is None else port)
     if is_torchrun:
         return _from_torchrun(environment, port)
-    # In a job of SLURM, mpirun may start its ranks by srun, whose variables then count mpirun's own processes.
+    # Within a job of SLURM, mpirun may use srun, whose variables then count mpirun's own processes.
     for names in _OF_MPIRUN:
         if all(environment.get(name, "").isdecimal() for name in names):
             return _from_mpirun(names, environment, port)

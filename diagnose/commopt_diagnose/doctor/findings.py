@@ -21,7 +21,7 @@ from lightning_commopt.text.formatting import count, grouped, ranks_text
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default is 64 MiB; workers of dataloaders keep whole batches in it
 # NCCL locks tens of MiB for each peer. Distributions allow 64 KiB, 8 MiB, or an eighth of the memory, which is enough.
 _FEW_LOCKED_BYTES = 2**30
-_OMNI_PATH = "hfi1_"  # its driver has GPUDirect RDMA built in, or not, and takes nothing from nvidia_peermem
+_OMNI_PATH = "hfi1_"  # the driver of these adapters takes nothing from nvidia_peermem
 _OF_ONE_HOST = ("docker", "lo", "virbr")
 # Hosts may name interfaces and adapters differently, and a rank may log more than others.
 _MAY_DIFFER = re.compile(r"NCCL_(DEBUG|SOCKET_IFNAME|OOB_NET_IFNAME|IB_HCA)")

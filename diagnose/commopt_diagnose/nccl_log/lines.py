@@ -55,7 +55,7 @@ _BARE = re.compile(
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _LONE_RETURN = re.compile(rb"\r(?!\r*\n)")
 _CLOCK = re.compile(r"\d{1,2}$")
-# A time whose writer has put no space in front of the host that follows.
+# Some collectors of logs put no space between the time and the host.
 _JOINED_TIME = re.compile(
     r"(?:(?<=\d[T-])|(?<![\w:.-]))\d{1,2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[+-]\d{2}:?\d{2})?-?(?=[A-Za-z])"
 )

@@ -82,7 +82,7 @@ class LogReader:
         self._ras_dead: RasReport | None = None  # peers that RAS calls dead, as ``ncclras -m`` watches them
         # A detail of the last report, if a launcher has written something, such as a time, in front of its lines.
         self._ras_detail: re.Pattern[str] | None = None
-        # Threads of which the last line is that they try a connection again.
+        # A thread is here as long as its last line says that it tries a connection again.
         self._retries: dict[tuple[Process, int | None], Message] = {}
         # Those that nccl-tests calls rank 0, in this file since the end of a run.
         self._test_processes: dict[tuple[str, int], Line] = {}
