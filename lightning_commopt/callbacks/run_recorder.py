@@ -68,7 +68,8 @@ class RunRecorder(Callback):
     rank ends the fit more than five minutes later than rank 0, losses and memory are those of rank 0 alone.
 
     Args:
-        dirpath: the run's directory; None for the Hydra run's directory, else the Trainer's ``default_root_dir``.
+        dirpath: the run's directory; None for the Hydra run's directory, else the logger's, else the Trainer's
+            ``default_root_dir``.
         val_loss: name of the metric for the validation loss; None to find it by its name, see `find_metric`:
             ``val_loss``, ``val/loss``, ``model/validation_loss``.
         val_accuracy: the same for the validation accuracy.
@@ -116,7 +117,8 @@ class RunRecorder(Callback):
         if stage != "fit":
             return
         self._reset()
-        self._fit_folder = self._folder(trainer).absolute()  # the program may change its working directory
+        folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
+        self._fit_folder = folder.absolute()  # the program may change its working directory
         self._is_running = True
         notify_in_spawned_rank(self, trainer, pl_module)
         self._memory = PeakMemory(trainer.strategy.root_device)

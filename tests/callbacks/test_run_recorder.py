@@ -16,7 +16,7 @@ from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
 from support.collectives import takes_collectives
-from support.lightnings import Callback, LightningModule, ModelParallelStrategy
+from support.lightnings import Callback, CSVLogger, LightningModule, ModelParallelStrategy
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
@@ -257,6 +257,16 @@ def test_without_a_final_loss_the_option_is_named(tmp_path):
 def test_without_a_place_it_is_the_trainers(tmp_path):
     fit(tmp_path, recorder=RunRecorder(), default_root_dir=tmp_path)
     assert RunRecord.load(tmp_path).status == "finished"
+
+
+def test_two_runs_with_a_logger_have_a_directory_each(tmp_path):
+    """If it fails, the second run overwrites the first one's record, and a report compares nothing."""
+    for _ in range(2):
+        fit(tmp_path, recorder=RunRecorder(), default_root_dir=tmp_path, logger=CSVLogger(tmp_path))
+    assert [folder.name for folder in sorted(tmp_path.glob("*/*")) if RunRecord.load(folder).status == "finished"] == [
+        "version_0",
+        "version_1",
+    ]
 
 
 def test_accumulation_does_not_change_the_loss(tmp_path):
