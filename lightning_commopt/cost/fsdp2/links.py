@@ -100,17 +100,19 @@ class Lines(NamedTuple):
     def at_rate(self, bits_per_s: float) -> Lines:
         """Returns the same with another rate of each rank's link, as far as the processor keeps up with it.
 
-        FSDP2's own collectives take as many times as long as an exchange of the same bytes as they do now.
+        FSDP2's own collectives take as many times as long as an exchange of the same bytes as they do now. The
+        processor keeps up with at least the present rate.
 
         Raises:
             ValueError: the rate is not above 0.
         """
         check_positive("bits_per_s", bits_per_s)
-        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.exchange.cpu_s_per_byte)
         now_s = max(self.exchange.s_per_byte, 1e-15)
+        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, min(self.exchange.cpu_s_per_byte, now_s))
 
         def at(line: Line) -> Line:
-            return line._replace(s_per_byte=max(s_per_byte * line.s_per_byte / now_s, line.cpu_s_per_byte))
+            floor = min(line.cpu_s_per_byte, line.s_per_byte)
+            return line._replace(s_per_byte=max(s_per_byte * line.s_per_byte / now_s, floor))
 
         return Lines(at(self.all_gather), at(self.reduce_scatter), self.exchange._replace(s_per_byte=s_per_byte))
 

@@ -46,6 +46,14 @@ def test_more_ranks_mean_more_hops_of_a_ring() -> None:
     assert direct.time_s(1, 9) == pytest.approx(1.0, rel=1e-6)
 
 
+def test_a_faster_link_makes_nothing_slower() -> None:
+    """If it fails, a short probe, in which other threads need more processor time than a message takes, shows that a
+    run would be slower on a link without a limit."""
+    fast = Lines(line(2, cpu_s_per_byte=5e-8), line(3), line(1, is_ring=False, cpu_s_per_byte=4e-8))
+    at_any_rate = fast.at_rate(1e15)
+    assert [found.s_per_byte for found in at_any_rate] == pytest.approx([found.s_per_byte for found in fast])
+
+
 def test_another_rate_keeps_what_collectives_need_of_it() -> None:
     """If it fails, FSDP2's own collectives and exchanges are predicted for different links."""
     lines = links().expected
