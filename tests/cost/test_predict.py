@@ -123,6 +123,8 @@ def test_a_faster_link_is_as_fast_as_the_processor_lets_it() -> None:
     link = Link(hop_s=0.0, s_per_byte=1e-7, cpu_s_per_byte=1e-9)
     assert link.at_rate(1e8).s_per_byte == pytest.approx(8e-8, rel=0.06)
     assert link.at_rate(1e12).s_per_byte == pytest.approx(1e-9)
+    # Several threads may spend more processor time on a byte than it takes to be sent; no rate makes it slower then.
+    assert dataclasses.replace(link, cpu_s_per_byte=2 * link.s_per_byte).at_rate(1e12).s_per_byte == link.s_per_byte
     with pytest.raises(ValueError, match="bits_per_s"):
         link.at_rate(0)
 

@@ -35,13 +35,13 @@ class Link:
     source: str = ""  # a description of what it was measured on
 
     def at_rate(self, bits_per_s: float) -> Link:
-        """Returns the link with another rate, as far as the processor can keep up with it.
+        """Returns the link with another rate, as far as the processor can keep up with it: at least the present rate.
 
         Raises:
             ValueError: the rate is not above 0.
         """
         check_positive("bits_per_s", bits_per_s)
-        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.cpu_s_per_byte)
+        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, min(self.cpu_s_per_byte, self.s_per_byte))
         source = f"a rate of {bits_per_s / 1e9:g} Gbit/s"
         return dataclasses.replace(self, s_per_byte=s_per_byte, seen_bytes=None, source=source)
 
