@@ -2,15 +2,14 @@
 
 import warnings
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.cost import compressor_cost
 from support.lightnings import LightningModule, Trainer
+from support.quick_costs import quick_costs
 
 NUM_STEPS = 10
 PARAMETERS = 8 * 16 + 16 + 16 * 4 + 4
@@ -33,7 +32,7 @@ class Net(LightningModule):
 
 
 def fit(comm_time: CommTimeMonitor | None, strategy: Any = None, devices: int = 2, **options: Any) -> Net:
-    """Trains; compressors are tried at its end on less than the 16 MiB that take a second."""
+    """Trains; compressors are measured at its end with `quick_costs`."""
     net = options.pop("net", None) or Net()
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(TensorDataset(torch.randn(12 * NUM_STEPS, 8, generator=generator)), batch_size=3)
@@ -49,7 +48,7 @@ def fit(comm_time: CommTimeMonitor | None, strategy: Any = None, devices: int = 
         enable_model_summary=False,
         **{"max_steps": NUM_STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options},
     )
-    with warnings.catch_warnings(), patch.object(compressor_cost, "LARGE_BYTES", 2**20):
+    with warnings.catch_warnings(), quick_costs():
         warnings.filterwarnings("ignore", message="(?!CommTimeMonitor)")  # Lightning's own
         trainer.fit(net, loader, val_loader, ckpt_path=ckpt_path)
     return net

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,6 @@ from small_fit import PARAMETERS, Net, fit
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, prediction
-from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run, steps_of_plan
@@ -19,6 +19,7 @@ from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan import CommPlan
 from support.lightnings import Callback
+from support.quick_costs import quick_costs
 from support.warm_ranks import run_ranks
 
 
@@ -89,8 +90,9 @@ def train_all(folder: str) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(autouse=True)
-def _measure_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
+def _costs_are_quick() -> Iterator[None]:
+    with quick_costs():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import Basis, basis_of_run
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
 from lightning_commopt.cost.shared_core import GLOO_CPU_S, Interrupts
@@ -16,6 +15,7 @@ from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 from lightning_commopt.plan import CommPlan
+from support.quick_costs import quick_costs
 from support.sample_runs import SampleRun, write_run
 from support.simulated_link import LATENCY_S, S_PER_BYTE, records_of_ranks
 
@@ -98,11 +98,11 @@ def test_gradients_have_the_shapes_that_are_known() -> None:
     assert sum(one.num_bytes for one in gradients) == 2 * SIZE
 
 
-def test_a_run_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     """If it fails, only fits that have ended can be asked."""
-    monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
     write_run(tmp_path, SampleRun())
-    basis = basis_of_run(tmp_path)
+    with quick_costs():
+        basis = basis_of_run(tmp_path)
     assert not basis.workload.is_per_gradient
     assert basis.predict(CommPlan()).step_s == pytest.approx(basis.step_s, rel=0.2)
     assert len(basis.costs) > 3

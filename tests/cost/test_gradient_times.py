@@ -56,6 +56,15 @@ def recorded(net: Net, num_backwards: int = 3) -> GradientTimes:
     return times
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Lets torch compute in two threads."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_gradients_in_the_order_of_backward() -> None:
     """If it fails, buckets begin too early or too late in predictions."""
     gradients = recorded(Net()).gradients()
@@ -76,16 +85,6 @@ def test_hooks_are_removed() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Lets torch compute in one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_waiting_is_no_computation() -> None:
     """With one thread a gradient is ready after the work, however long another process or thread had the core."""
     net = Net()
@@ -96,7 +95,6 @@ def test_waiting_is_no_computation() -> None:
     assert times.gradients()[-1].ready_s < 0.2
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_work_of_other_threads_is_counted() -> None:
     """If it fails, predictions have a gradient sync on the same core as backward that takes nothing from it."""
     times = GradientTimes((), torch.device("cpu"))
@@ -109,7 +107,6 @@ def test_work_of_other_threads_is_counted() -> None:
     assert times.comm_cpu_s > 0.019
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_core_of_gradient_sync_where_no_affinity_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a fit on macOS ends with an error, as only Linux has ``os.sched_getaffinity``."""
     monkeypatch.delattr(os, "sched_getaffinity")

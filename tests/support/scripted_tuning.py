@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.predict import Candidate, Prediction
 from lightning_commopt.tune import host as host_module
@@ -20,6 +19,7 @@ from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.step_timer import StepTimer
 from lightning_commopt.tune.tuner import Tuner
+from support.quick_costs import quick_costs
 
 BASE_S = 100.0
 """A step with the user's plan: so long that changing a plan takes no time beside it."""
@@ -72,6 +72,6 @@ def scripted(
         patch.object(Director, "__init__", lambda director, _, **options: direct(director, num_steps, **options)),
         patch.object(tuner_module, "shortlist", shortlist),
         patch.object(StepTimer, "take", take),
-        patch.object(compressor_cost, "LARGE_BYTES", 2**20),
+        quick_costs(),
     ):
         yield steps

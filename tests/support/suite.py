@@ -128,6 +128,16 @@ def ends_warm_ranks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def computes_with_one_thread() -> None:
+    """Keeps torch to one thread in this process: several would spin while they wait for cores that other tests use.
+
+    Ranks have one thread as well. Tests that need more set their number themselves.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def signals_count() -> None:
     """Makes tests that interrupt themselves the same in the background and under nohup, where signals are ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

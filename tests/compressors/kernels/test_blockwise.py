@@ -404,6 +404,28 @@ def test_c_gives_the_bits_of_plain_torch() -> None:
     forms_agree("c", "cpu", [torch.float32], error=0, bfloat16_error=0)
 
 
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    """Restores the number of torch's threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@BOTH
+@pytest.mark.parametrize("form", ["c"], indirect=True)
+@pytest.mark.usefixtures("restored_threads")
+def test_threads_change_no_bit_in_c(block_format: BlockFormat) -> None:
+    """If it fails, ranks with other numbers of threads drift apart."""
+    steps = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        # Each of the two shards is large enough for several threads.
+        steps.append(results("c", "cpu", 140_001, 2, block_format, torch.float32, torch.float32))
+    for other in steps[1:]:
+        torch.testing.assert_close(other, steps[0], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.exhaustive
 @needs_triton
 @pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")

@@ -17,15 +17,6 @@ from support.refusals import one_by_one, refusals
 from support.warm_ranks import run_ranks
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads would wait for each other longer than they work on models of this size."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def fitted(model, data, devices=1, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice on the speed of tiny runs
