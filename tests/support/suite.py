@@ -22,6 +22,9 @@ from lightning_commopt.launch.lab import why_not
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Threads of numpy would spin while they wait for cores that other tests use.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 _LEFT_OUT = pytest.StashKey[int]()
 _LONG = (
     *(".", "callbacks", "watch", "compressors", "strategy", "train/sweep", "streams", "train/workloads", "launch"),
