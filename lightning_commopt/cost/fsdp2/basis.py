@@ -107,7 +107,9 @@ class ShardedBasis:
         available_s = max(work.step_s - work.once_s, 0.0)
         scale = min(1.0, available_s / own_s) if own_s > 0 else 1.0
         batch_s = (available_s - scale * own_s) / work.num_batches
-        links = world.links if conditions.bits_per_s is None else world.links.at_rate(conditions.bits_per_s)
+        links = world.links
+        if conditions.bits_per_s is not None:
+            links = links.at_rate(conditions.bits_per_s, over_gloo=work.device == "cpu")
         num_ranks = conditions.num_ranks or work.num_ranks
         num_batches = conditions.num_batches or work.num_batches
         predicted_world = world._replace(links=links, num_ranks=num_ranks, num_batches=num_batches)

@@ -25,6 +25,10 @@ open. A judgement; see ``docs/evidence/predict.md`` for what came of it."""
 MAX_STRETCH = 8.0
 """Maximum ratio of a collective's time in training to its time alone; what exceeds it is waiting for other ranks."""
 
+GLOO_RATIOS = (1.1, 2.1, 1.0)
+"""Time of a byte in gloo's all-gather, reduce-scatter and our exchange, over its time on a link that is their limit.
+Measured at 100 Mbit/s, see ``docs/evidence/predict.md``; NCCL's rings take one time."""
+
 
 class Load(NamedTuple):
     """By how much longer collectives take in training than alone, as far as the run has issued them.
@@ -97,24 +101,23 @@ class Lines(NamedTuple):
         """Returns the line of FSDP2's own "all_gather" or "reduce_scatter"."""
         return self.all_gather if operation == "all_gather" else self.reduce_scatter
 
-    def at_rate(self, bits_per_s: float) -> Lines:
+    def at_rate(self, bits_per_s: float, *, over_gloo: bool) -> Lines:
         """Returns the same with another rate of each rank's link, as far as the processor keeps up with it.
 
-        FSDP2's own collectives take as many times as long as an exchange of the same bytes as they do now. The
-        processor keeps up with at least the present rate.
+        The processor keeps up with at least the present rate.
 
         Raises:
             ValueError: the rate is not above 0.
         """
         check_positive("bits_per_s", bits_per_s)
-        now_s = max(self.exchange.s_per_byte, 1e-15)
-        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, min(self.exchange.cpu_s_per_byte, now_s))
+        wire_s = 8 / bits_per_s / PAYLOAD_SHARE
 
-        def at(line: Line) -> Line:
-            floor = min(line.cpu_s_per_byte, line.s_per_byte)
-            return line._replace(s_per_byte=max(s_per_byte * line.s_per_byte / now_s, floor))
+        def at(line: Line, ratio: float) -> Line:
+            return line._replace(s_per_byte=max(ratio * wire_s, min(line.cpu_s_per_byte, line.s_per_byte)))
 
-        return Lines(at(self.all_gather), at(self.reduce_scatter), self.exchange._replace(s_per_byte=s_per_byte))
+        return Lines(
+            *(at(line, ratio) for line, ratio in zip(self, GLOO_RATIOS if over_gloo else (1, 1, 1), strict=True))
+        )
 
     def in_training(self, load: Load, *, proportional: float = 0.5, unseen_ratio: float = 1.0) -> Lines:
         """Returns the same as it is in training.
