@@ -4,7 +4,8 @@ Two ranks fit a model with one comm hook after another, in turns, each in a fit 
 lab (each rank on a core of its own) and unpinned on this machine ("shared"). Each fit is then asked, from its files
 alone and as ``commopt predict`` asks it, for the median step with every hook. A prediction is compared with the median
 of the turns' medians; that of the run's own hook with the run itself. A recommendation of the run's summary counts as
-wrong if each fit with that hook was slower than each fit with the run's own.
+wrong if each fit with that hook was slower than each fit with the run's own. Each fit is also asked for every hook on
+each other link of the lab that has a rate, as ``commopt predict --link`` asks it.
 
 python benchmarks/prediction_matrix.py --output benchmarks/results/prediction_matrix_HARDWARE_DATE.json
 python benchmarks/prediction_matrix.py --models mlp --links shared --num-turns 1    # quick
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -32,7 +34,7 @@ from lightning_commopt.commands.predict.outlook import missing_costs
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, basis_of_run
 from lightning_commopt.cost.candidates import forecasts
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
 from lightning_commopt.launch.process import run_ranks
 from lightning_commopt.measure.files import common_steps, read_run
 from lightning_commopt.measure.summary import summarize_run
@@ -79,18 +81,23 @@ def recommended_hooks(run_dir: Path, basis: Basis) -> set[str]:
     return {match[1] for match in found if match is not None}
 
 
-def rows_of(folder: Path, about: dict[str, Any], num_turns: int) -> Iterable[dict[str, Any]]:
-    """Yields a row for each fit and each hook that it predicts."""
-    times_s = {name: [measured_s(folder / f"{name}_{turn}") for turn in range(num_turns)] for name in HOOKS}
+def rows_of(
+    folder: Path, about: dict[str, Any], num_turns: int, *, elsewhere: tuple[Path, str] | None = None
+) -> Iterable[dict[str, Any]]:
+    """Yields a row for each fit and each hook that it predicts, on the folder and link of ``elsewhere`` if given."""
+    measured, rate = elsewhere or (folder, None)
+    times_s = {name: [measured_s(measured / f"{name}_{turn}") for turn in range(num_turns)] for name in HOOKS}
     plans = {name: CommPlan(comm_hook=hook) for name, hook in HOOKS.items()}
     for own in HOOKS:
         for turn in range(num_turns):
             run_dir = folder / f"{own}_{turn}"
             basis = basis_of_run(run_dir)
             hooks, basis = recommended_hooks(run_dir, basis), with_all_costs(basis, plans)
+            if (bits_per_s := parse_rate(rate)) is not None:
+                hooks, basis = set(), replace(basis, link=basis.link.at_rate(bits_per_s))
             for name, plan in plans.items():
                 found = basis.predict(plan)
-                truth_s = times_s[own][turn] if name == own else median(times_s[name])
+                truth_s = times_s[own][turn] if name == own and rate is None else median(times_s[name])
                 yield {
                     **about,
                     "learned_from": own,
@@ -113,10 +120,11 @@ def with_all_costs(basis: Basis, plans: dict[str, CommPlan]) -> Basis:
     return replace(basis, costs={**basis.costs, **more})
 
 
-def print_tables(rows: list[dict[str, Any]]) -> None:
+def print_tables(rows: list[dict[str, Any]], where: str) -> None:
     """Prints predicted over measured for each pair of hooks, and how each row did."""
     console = Console(width=140)
-    table = Table("learned from", *HOOKS, title="predicted over measured, geometric mean over links, models and turns")
+    title = f"predicted over measured {where}, geometric mean over links, models and turns"
+    table = Table("learned from", *HOOKS, title=title)
     for own in HOOKS:
         cells = []
         for name in HOOKS:
@@ -171,6 +179,7 @@ def main() -> None:
         sys.exit(reason)
     load = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
+    elsewhere: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         for model in arguments.models:
             for link in arguments.links:
@@ -181,10 +190,17 @@ def main() -> None:
                     run_fits(settings, link, arguments.timeout_s)
                     print(f"{model}, {link}: done", file=sys.stderr, flush=True)
                 rows += rows_of(folder, {"model": model, "link": link}, arguments.num_turns)
-    print_tables(rows)
+            for link, other in permutations(arguments.links, 2):
+                if other not in (SHARED, "unlimited"):
+                    own, measured = (folder.with_name(f"{model}_{name}") for name in (link, other))
+                    about = {"model": model, "link": f"{link} to {other}"}
+                    elsewhere += rows_of(own, about, arguments.num_turns, elsewhere=(measured, other))
+    print_tables(rows, "on the link of the run")
+    if elsewhere:
+        print_tables(elsewhere, "on another link")
     if arguments.output:
         known = {key: value for key, value in vars(arguments).items() if key not in ("output", "folder")}
-        write_result(arguments.output, {"settings": known, "rows": rows}, load)
+        write_result(arguments.output, {"settings": known, "rows": rows, "elsewhere": elsewhere}, load)
 
 
 if __name__ == "__main__":
