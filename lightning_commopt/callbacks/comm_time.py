@@ -49,8 +49,9 @@ class CommTimeMonitor(PublishesWindows):
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
     With `CommOptDiLoCo` exchanges count as communication, each in the step that applies its result.
-    With other strategies phases are timed, and collectives counted by phase: from torch 2.14 on all collectives, from
-    2.9 on only FSDP2's. Training is not affected, and does not wait for the device: on CUDA, events take the times.
+    With other strategies phases are timed, and collectives counted by phase: before torch 2.14 only FSDP2's, and
+    Lightning's broadcast before every batch. Training is not affected, and does not wait for the device: on CUDA,
+    events take the times.
 
     Every ``every_n_steps`` steps the ranks gather their measurements in one small message. Its statistics over steps
     and ranks are published a window later: to all loggers of the Trainer under ``comm_time/``, with the number of the

@@ -11,11 +11,12 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
 from lightning_commopt.compat.fsdp import units_of
 from lightning_commopt.compat.fsdp_calls import ComputationWaits, ObservedUnits
-from lightning_commopt.compat.sigterm import around_broadcasts
+from lightning_commopt.compat.sigterm import around_broadcasts, around_calls
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.fsdp2.basis import ShardedBasis
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -42,7 +43,10 @@ LOGGED_BY_DEFAULT = (
 
 
 class CollectiveWatch:
-    """Observes the collectives of a fit until `close`; before torch 2.14 only FSDP2's. Needs the process group.
+    """Observes the collectives of a fit until `close`; needs the process group.
+
+    Before torch 2.14, these are only FSDP2's, and Lightning's broadcast before every batch, for which a verdict would
+    otherwise blame the dataloader.
 
     On CUDA only FSDP2's collectives are timed, and computation that waits for them is observed as well.
     """
@@ -55,6 +59,8 @@ class CollectiveWatch:
         if has_collective_hooks():
             self._hooks = CollectiveHooks(recorder.issue, sees_end=is_cpu)
             self._closers += [self._hooks.close, around_broadcasts(trainer, _broadcast)]
+        else:
+            self._closers.append(around_calls(trainer, partial(_record_broadcast, recorder)))
         if not is_cpu:
             self._units = ObservedUnits(model, recorder.issue_in_stream, sees_end=True, around=parts_of_one)
             if units_of(model):
@@ -67,8 +73,8 @@ class CollectiveWatch:
         self._closers.append(self._units.close)
         if self._hooks is None:
             info(
-                "CommTimeMonitor observes only gradient sync and FSDP2's all-gathers and reduce-scatters; torch reports"
-                " other collectives from version 2.14 on."
+                "CommTimeMonitor observes only gradient sync, FSDP2's all-gathers and reduce-scatters, and Lightning's"
+                " broadcast before every batch; torch reports other collectives from version 2.14 on."
             )
 
     def update(self) -> None:
@@ -85,6 +91,15 @@ class CollectiveWatch:
 def _broadcast(inner: Callable[[], None]) -> None:
     with issued_by("lightning"):
         inner()
+
+
+def _record_broadcast(recorder: StepRecorder, broadcast: Callable[..., Any], tensor: Tensor, **kwargs: Any) -> Any:
+    with issued_by("lightning"):
+        issued = recorder.issue("broadcast", tensor.nbytes)
+    result = broadcast(tensor, **kwargs)
+    if issued is not None:
+        issued.end()
+    return result
 
 
 def gathering_group(trainer: Trainer) -> BorrowedGroups | None:

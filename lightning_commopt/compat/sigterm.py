@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -45,26 +46,35 @@ def around_broadcasts(trainer: Trainer, around: Callable[[Callable[[], None]], N
     return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
 
 
-def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]) -> Callable[[], None]:
-    """Reports exceptions of the broadcast that Lightning ignores, such as timeouts; returns a function to undo it."""
+def around_calls(trainer: Trainer, around: Callable[..., Any]) -> Callable[[], None]:
+    """Calls ``around(dist.broadcast, tensor, ...)`` instead of the function within Lightning's broadcast.
 
-    def around(inner: Callable[[], None]) -> None:
+    Unlike `around_broadcasts`, this has no effect if `SigtermCheck` replaces the broadcast. It returns a function to
+    undo it.
+    """
+
+    def replaced(inner: Callable[[], None]) -> None:
         broadcast = dist.broadcast
-
-        def reporting(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return broadcast(*args, **kwargs)
-            except Exception as error:
-                report(error)
-                raise
-
-        dist.broadcast = reporting
+        dist.broadcast = partial(around, broadcast)
         try:
             inner()
         finally:
             dist.broadcast = broadcast
 
-    return around_broadcasts(trainer, around)
+    return around_broadcasts(trainer, replaced)
+
+
+def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]) -> Callable[[], None]:
+    """Reports exceptions of the broadcast that Lightning ignores, such as timeouts; returns a function to undo it."""
+
+    def reporting(broadcast: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return broadcast(*args, **kwargs)
+        except Exception as error:
+            report(error)
+            raise
+
+    return around_calls(trainer, reporting)
 
 
 def run_whatever_handlers_raise(end: Callable[[], None]) -> None:

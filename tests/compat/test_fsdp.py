@@ -393,6 +393,7 @@ def test_monitor_without_hooks_of_torch(options: dict[str, Any], changes: bool, 
         assert len(rank.steps) == 4
         for step in rank.steps:
             counted = Counter((one.operation, one.phase, one.source) for one in step.collectives)
+            counted.pop(("broadcast", "data", "lightning"), None)  # which Lightning issues from 2.5.2 on
             assert counted == {
                 ("all_gather", "forward", ""): 2,
                 ("all_gather", "backward", ""): 1,

@@ -114,9 +114,13 @@ LAYOUT = (4 << 20, 1 << 20, 2 << 20)
 """Bytes of the buckets in a step."""
 
 
-def write_run(folder: Path, steps: list[list[tuple[str, str, int]]], buckets: tuple[int, ...] = LAYOUT) -> None:
+def write_run(
+    folder: Path, steps: list[list[tuple[str, str, int]]], buckets: tuple[int, ...] = LAYOUT, source: str = ""
+) -> None:
     """Writes the records of two ranks: for each step its collectives, with operation, phase and bytes."""
-    calls = [tuple(Collective(operation, phase, "", size, None, None) for operation, phase, size in s) for s in steps]
+    calls = [
+        tuple(Collective(operation, phase, source, size, None, None) for operation, phase, size in s) for s in steps
+    ]
     for rank, records in enumerate(records_of_ranks(len(steps), buckets)):
         whole = [replace(record, collectives=own) for record, own in zip(records, calls, strict=True)]
         StepWriter(rank_file(folder, rank), {"rank": rank, "world_size": 2, "origin_unix_s": 0.0}).write(whole)
@@ -205,8 +209,9 @@ def test_nothing_is_claimed(
     assert call(tmp_path, text) == ([], f"commopt: {tmp_path}: AllReduce: {problem}\n")
 
 
-def test_a_run_without_collectives(tmp_path: Path) -> None:
-    write_run(tmp_path, [[]] * 2)
+@pytest.mark.parametrize("steps", [[], [("broadcast", "data", 8)]], ids=["none", "Lightning's own"])
+def test_a_run_without_collectives(steps: list[tuple[str, str, int]], tmp_path: Path) -> None:
+    write_run(tmp_path, [steps] * 2, source="lightning")
     _, problem = call(tmp_path, inspected(numbered([*LAYOUT])))
     assert "torch has hooks for since 2.14" in problem
 
