@@ -192,8 +192,8 @@ def basis_of_run(run_dir: Path) -> Basis:
         if _is_sharded(ranks[0].steps):
             raise ValueError(
                 f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, so a prediction needs {PREDICTION_FILE},"
-                " which CommTimeMonitor writes at the end of a fit, and which is missing here; commopt summary shows"
-                " what its collectives cost"
+                " which CommTimeMonitor writes at the end of a fit with torch 2.9 or newer, and which is missing here;"
+                " commopt summary shows what its collectives cost"
             )
         if is_diloco(str(ranks[0].header.get("comm_hook"))):
             raise ValueError(

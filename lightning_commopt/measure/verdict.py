@@ -200,7 +200,7 @@ def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
     num_bytes = sum(operation.num_bytes for operation in scattered)
     if num_bytes >= _SMALL_BYTES:
         recommendations = [
-            'CommOptModelParallel(comm_hook="int8"), lossy, if this is FSDP2:'
+            'CommOptModelParallel(comm_hook="int8"), lossy, if this is FSDP2 with torch 2.9 or newer:'
             f" {byte_unit(num_bytes).text(num_bytes)} in reduce-scatters become about a byte for each gradient."
         ]
         num_backwards = max(operation.num_phases for operation in scattered)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.collectives import has_collective_hooks
-from lightning_commopt.compat.fsdp import comm_objects
+from lightning_commopt.compat.fsdp import units_of
 from lightning_commopt.compat.lightning import wrap_comm_hook
 from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers, SyncObserver
@@ -94,8 +94,7 @@ def observe_wrapped(strategy: LightningStrategy) -> None:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
-            has_units = model is not None and next(comm_objects(model), None) is not None
-            sees_more = has_collective_hooks() or has_units
+            sees_more = has_collective_hooks() or (model is not None and bool(units_of(model)))
             timed = "the phases of steps and their collectives" if sees_more else "only the phases of steps"
             warn_once(f"{type(strategy).__name__} has no DDP buckets to observe: {timed} are timed.")
         return
