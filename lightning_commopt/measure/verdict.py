@@ -93,7 +93,8 @@ def verdict(
     if world_size == 1:
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
     elif is_diloco(comm_hook):
-        headline, recommendations = _with_exchanges(costs, metrics), [*_recommend_for_exchanges(costs, metrics), *data]
+        headline = _with_exchanges(costs, metrics)
+        recommendations = [*_recommend_for_exchanges(costs, metrics, comm_hook), *data]
     elif not costs.comm_s > 0:
         headline, is_hidden = _without_sync(world_size, costs, operations)
         for_sharded = _for_sharded(comm_hook, operations)
@@ -136,18 +137,20 @@ def _with_exchanges(costs: Costs, metrics: Mapping[str, float]) -> str:
     return f"{waits} {longest}. If all of it were hidden: {costs.bound_text(costs.exposed_s)}."
 
 
-def _recommend_for_exchanges(costs: Costs, metrics: Mapping[str, float]) -> list[str]:
+def _recommend_for_exchanges(costs: Costs, metrics: Mapping[str, float], comm_hook: str) -> list[str]:
     """Recommends what hides exchanges; all of it changes what is trained."""
     if not costs.comm_s > 0 or not costs.is_worth(costs.exposed_s):
         return []
     # Steps that do not wait, as the median step does not where exchanges are rare.
     step_s = metrics["step_s_p50"]
     num_steps = math.ceil(metrics["comm_s_max"] / step_s) if step_s > 0 else 1
+    or_int4 = "" if comm_hook == "diloco_int4" else ', and comm_hook="int4" less in all'
     return [
+        *_recommend_for_waiting(costs),
         f"overlap={num_steps} or more, with a sync_every= above it, lossy: this number of steps takes as long as the"
         " longest exchange.",
-        "A larger sync_every=, lossy: the share shrinks in proportion. fragments= sends less at once, and comm_hook="
-        '"int4" less in all. Compare the loss at equal samples before you rely on any of these.',
+        "A larger sync_every=, lossy: the share shrinks in proportion. More fragments= send less at once"
+        f"{or_int4}. Compare the loss at equal samples before you rely on any of these.",
     ]
 
 

@@ -147,6 +147,9 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "they are a compressor's": lambda: beside("send", "forward", "int8 all-gather", 12.0, 48.0, 0.07),
     "buffers are broadcast in forward": lambda: beside("broadcast", "forward", "", 2.0, 72.0, 0.07),
     "DiLoCo that waits": lambda: judged("diloco", **RARE),
+    "DiLoCo with int4 that waits mostly for the last rank": lambda: judged(
+        "diloco_int4", **RARE | {"straggler_rank": -1.0}
+    ),
     "DiLoCo whose exchanges are hidden": lambda: judged("diloco_int4", **RARE | {"exposed_s": 0.01}),
     "DiLoCo that waits for data": lambda: judged("diloco", data_s=0.4, **RARE | {"exposed_s": 0.0}),
     "DiLoCo without an exchange": lambda: judged("diloco", **NO_COMMUNICATION),
