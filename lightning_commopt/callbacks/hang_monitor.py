@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,12 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.hooks import handles_sigterm
 from lightning_commopt.compat.sigterm import report_lost_broadcasts, run_whatever_handlers_raise
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
-from lightning_commopt.compat.torch import turn_on_flight_recorder
+from lightning_commopt.compat.torch import FLIGHT_RECORDER_ON, flight_records, turn_on_flight_recorder
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.buckets import bucket_names
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
-from lightning_commopt.text.validation import check_choice, check_positive, warn, warn_once
+from lightning_commopt.text.validation import check_choice, check_positive, info, warn, warn_once
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 from lightning_commopt.watch.own_errors import log_own_errors
@@ -56,7 +56,7 @@ class HangMonitor(PhaseCallback):
     no effect. Needs Linux. See ``docs/troubleshoot/hangs.md``.
 
     torch before 2.11 records collectives only with ``TORCH_FR_BUFFER_SIZE``. The callback sets this variable if it is
-    unset, which has an effect on process groups that are made later.
+    unset, which has no effect in a process that has had a process group before; then a message says what is missing.
 
     Args:
         after_s: seconds without progress before a report.
@@ -153,6 +153,8 @@ class HangMonitor(PhaseCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts to watch Lightning's broadcast before every batch."""
         super().on_train_start(trainer, pl_module)
+        if self._watched is not None:
+            _explain_missing_records()
         self._closing.callback(report_lost_broadcasts(trainer, self._report_lost_broadcast))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -263,3 +265,16 @@ class HangMonitor(PhaseCallback):
     on_test_end = on_predict_end = _end
     on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _start_evaluation_batch
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_evaluation_batch
+
+
+def _explain_missing_records() -> None:
+    """Reports what is missing if torch has recorded none of the collectives that every fit begins with."""
+    with suppress(RuntimeError):  # this torch has no Flight Recorder
+        if flight_records()["entries"]:
+            return
+    ((name, number),) = FLIGHT_RECORDER_ON.items()
+    info(
+        "HangMonitor: torch records no collectives in this process, so reports may lack the operation in which ranks"
+        " wait, and action='abort' may not end them. If the process had a process group before HangMonitor was created,"
+        f" start it with {name}={number}."
+    )

@@ -13,7 +13,7 @@ from hanging_fits import HAS_SIGTERM_BROADCAST, LosingBroadcast, fit_slowly, fit
 from torch.torch_version import TorchVersion
 
 from lightning_commopt.callbacks import HangMonitor, hang_monitor
-from lightning_commopt.compat.torch import FLIGHT_RECORDER_ON
+from lightning_commopt.compat.torch import FLIGHT_RECORDER_ON, flight_records
 from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.marks import BATCH, PHASES, first_of_stage
 from lightning_commopt.watch.hangs.records import read_hang_report
@@ -61,6 +61,27 @@ def test_collectives_are_recorded_unless_one_has_chosen(value: str | None, monke
     HangMonitor()
     chosen = {name: number for name, number in os.environ.items() if name.endswith("_BUFFER_SIZE")}
     assert chosen == (FLIGHT_RECORDER_ON if value is None else {"TORCH_NCCL_TRACE_BUFFER_SIZE": value})
+
+
+def _fit_twice(folder: Path) -> list[bool]:
+    """Returns whether a fit reports that records are missing, and one in which torch has recorded nothing."""
+    reported = []
+    nothing: dict[str, Any] = {"entries": []}
+    for records in (flight_records, lambda: nothing):
+        with (
+            mock.patch.object(hang_monitor, "flight_records", records),
+            mock.patch.object(hang_monitor, "info") as info,
+        ):
+            trainer("ddp", callbacks=[HangMonitor(dirpath=folder)], max_epochs=1).fit(Tiny(), loader(16))
+        reported.append(any("records no collectives" in call.args[0] for call in info.mock_calls))
+    return reported
+
+
+def test_a_message_if_collectives_are_not_recorded(tmp_path: Path) -> None:
+    """If it fails, nobody learns why reports lack operations, or 'abort' ends nobody, with torch before 2.11."""
+    for of_recorded, of_unrecorded in run_ranks(_fit_twice, tmp_path):
+        assert of_unrecorded
+        assert not (of_recorded and _HAS_RECORDER)
 
 
 _BLOCKING = "Blocking.on_train_batch_end"
