@@ -30,7 +30,7 @@ from lightning_commopt.report.model import Group, Published, Report, Run, Settin
 from lightning_commopt.report.names import display_name, link_of
 from lightning_commopt.report.runs import FoundRuns, read_runs
 from lightning_commopt.report.simultaneous import differences_that_hold
-from lightning_commopt.text.formatting import count, grouped
+from lightning_commopt.text.formatting import count, grouped, list_some
 
 _NUM_COMMIT_DIGITS = 10
 
@@ -55,7 +55,7 @@ def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Rep
         title=_title(found_runs, folders),
         groups=groups,
         failed=tuple(run for group in all_groups for run in group.failed),
-        problems=(*found_runs.problems, *_mixed_conditions(groups)),
+        problems=(*found_runs.problems, *_find_uncompressed(groups), *_mixed_conditions(groups)),
         conditions=_conditions(found_runs),
     )
 
@@ -183,6 +183,18 @@ def _conditions(found_runs: FoundRuns) -> dict[str, str]:
         "date": _distinct([" to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]),
     }
     return {name: "; ".join(values) for name, values in conditions.items() if values}
+
+
+def _find_uncompressed(groups: Sequence[Group]) -> list[str]:
+    """Returns a line about the settings whose compressor saved no bytes, so that their numbers are not its own."""
+    names = [setting.name for group in groups for setting in group.settings if any(map(_is_uncompressed, setting.runs))]
+    reason = "the compressor left all gradients uncompressed in the measured steps, as it does before its start_step"
+    return [f"{list_some(list(dict.fromkeys(names)))}: {reason}"] if names else []
+
+
+def _is_uncompressed(run: Run) -> bool:
+    has_compressor = "comm_hook.name" in (run.settings.plan or {}) and bool(run.record.is_lossy)
+    return has_compressor and run.record.comm_time.get("compression_ratio") == 1
 
 
 def _mixed_conditions(groups: Sequence[Group]) -> list[str]:

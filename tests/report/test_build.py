@@ -345,6 +345,15 @@ def test_other_batches_and_numbers_of_steps_are_a_line_where_only_the_plan_was_t
     assert not any("compared" in line for line in build_report([tmp_path / "chosen"]).problems)
 
 
+def test_a_compressor_that_saved_nothing_is_a_line(tmp_path):
+    """If it fails, a fit that ended before ``start_step`` is taken for a compressor that gains nothing."""
+    for name, plan, ratio in (("a", "none", 1.0), ("b", "bf16", 2.0), ("c", "int8", 1.0)):
+        fields = {"is_lossy": plan != "none", "comm_time": {"compression_ratio": ratio}}
+        save_run(tmp_path / name, f"strategy/comm_hook={plan}", plan=PLANS[plan], sync_method=plan, **fields)
+    (problem,) = [line for line in build_report([tmp_path]).problems if "uncompressed" in line]
+    assert problem.startswith("int8: the compressor left all gradients uncompressed")
+
+
 def test_conditions_may_differ_between_groups(tmp_path):
     save_run(tmp_path / "0", "model.size=a", num_parameters=1)
     save_run(tmp_path / "1", "model.size=b", num_parameters=2)
