@@ -225,7 +225,7 @@ def restore_loaders(trainer: Trainer) -> None:
 def _length(loader: Any) -> float:
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # Lightning's ``sized_len`` takes these two for "has no length"
+    except (TypeError, NotImplementedError):  # a loader without a length raises one of these
         return math.inf
 
 
