@@ -30,6 +30,10 @@ MODEL_ERROR = 0.1
 """The model's error over a step has this standard deviation, twice that of DDP's model. Chosen on the MLP of
 ``benchmarks/sharded_prediction.py``, such that 95 % intervals held at least 95 % of its speed-ups."""
 
+COLLECTIVE_SPREAD = 0.1
+"""Share of the time of collectives by which it differs between ranks on its own, without a rank that is late. Measured
+as 3 to 8 %, see ``docs/evidence/predict.md``. On a faster link it shrinks with them."""
+
 _KIND = "commopt prediction"
 _STRATEGY = "CommOptModelParallel"
 
@@ -115,6 +119,9 @@ class ShardedBasis:
         predicted_world = world._replace(links=links, num_ranks=num_ranks, num_batches=num_batches)
         waits = communication_s(plan, work, predicted_world)
         rest_s = work.once_s + num_batches * batch_s + self._more_waiting_s(num_ranks)
+        if conditions.bits_per_s is not None and own_s > 0:
+            spread_s = min(work.straggler_s, COLLECTIVE_SPREAD * own_s)
+            rest_s -= spread_s * max(0.0, 1 - waits.middle_s / own_s)
         return rest_s + scale * waits.low_s, rest_s + scale * waits.high_s, scale * waits.middle_s
 
     def _more_waiting_s(self, num_ranks: int) -> float:
