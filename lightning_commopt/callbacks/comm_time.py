@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_commopt.callbacks.all_ranks import AllRanks
 from lightning_commopt.callbacks.fit_totals import FitTotals, print_summary
-from lightning_commopt.callbacks.folders import check_dirpath, check_unshared, local_folder
+from lightning_commopt.callbacks.folders import check_dirpath, check_unshared, find_folder
 from lightning_commopt.callbacks.publisher import CollectiveWatch, MetricPublisher, StepFiles, gathering_group
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import recorder_for
@@ -169,9 +169,7 @@ class CommTimeMonitor(PublishesWindows):
             if self._print_summary or self._save_records:  # otherwise nobody would read predictions
                 self._prediction = recorder_for(trainer, pl_module, self._num_warmup_steps)
                 self._closing.callback(self._prediction.close)
-        # All ranks must access log_dir, which is broadcast.
-        folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
-        folder = folder.absolute()  # the program may change its working directory
+        folder = find_folder(trainer, self._dirpath, self).absolute()  # the program may change its working directory
         has_trees = trainer.strategy.root_device.type == "cuda"
         # Times of DiLoCo's exchanges include the wait for the slowest worker, which a model of the link cannot
         # describe.

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 def check_dirpath(dirpath: str | Path | None) -> Path | None:
@@ -46,6 +50,14 @@ def local_folder(folder: str | Path, callback: object) -> Path:
         " dirpath to choose another folder."
     )
     return Path.cwd()
+
+
+def find_folder(trainer: Trainer, dirpath: Path | None, callback: object) -> Path:
+    """Returns ``dirpath``, else the logger's folder, else the Trainer's.
+
+    All ranks must call it, because Lightning broadcasts ``log_dir``.
+    """
+    return dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, callback)
 
 
 def _is_url(text: str) -> bool:

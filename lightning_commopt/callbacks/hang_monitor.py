@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_commopt.callbacks.folders import check_dirpath, local_folder
+from lightning_commopt.callbacks.folders import check_dirpath, find_folder
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.hooks import handles_sigterm
 from lightning_commopt.compat.sigterm import report_lost_broadcasts, run_whatever_handlers_raise
@@ -90,8 +90,7 @@ class HangMonitor(PhaseCallback):
             return
         # Lightning's own strategies need this, too: a rank that aborts while Python ends would end the job.
         let_gloo_finish_at_exit()
-        # All ranks must access log_dir, which is broadcast.
-        folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
+        folder = find_folder(trainer, self._dirpath, self)
         environment: Any = getattr(trainer.strategy, "cluster_environment", None)
         main_address = ("localhost", 0) if environment is None else (environment.main_address, environment.main_port)
         self._stop_watching()

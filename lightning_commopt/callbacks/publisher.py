@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
 from lightning_commopt.compat.fsdp import units_of
 from lightning_commopt.compat.fsdp_calls import ComputationWaits, ObservedUnits
-from lightning_commopt.compat.sigterm import around_broadcasts, around_calls
+from lightning_commopt.compat.sigterm import around_broadcast_calls, around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.fsdp2.basis import ShardedBasis
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -60,7 +60,7 @@ class CollectiveWatch:
             self._hooks = CollectiveHooks(recorder.issue, sees_end=is_cpu)
             self._closers += [self._hooks.close, around_broadcasts(trainer, _broadcast)]
         else:
-            self._closers.append(around_calls(trainer, partial(_record_broadcast, recorder)))
+            self._closers.append(around_broadcast_calls(trainer, partial(_record_broadcast, recorder)))
         if not is_cpu:
             self._units = ObservedUnits(model, recorder.issue_in_stream, sees_end=True, around=parts_of_one)
             if units_of(model):

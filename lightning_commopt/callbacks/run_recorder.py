@@ -17,7 +17,7 @@ from hydra.utils import get_original_cwd
 from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
-from lightning_commopt.callbacks.folders import check_dirpath, local_folder
+from lightning_commopt.callbacks.folders import check_dirpath, find_folder, local_folder
 from lightning_commopt.callbacks.publisher import PREFIX
 from lightning_commopt.callbacks.run_description import (
     describe_run,
@@ -117,8 +117,8 @@ class RunRecorder(Callback):
         if stage != "fit":
             return
         self._reset()
-        folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
-        self._fit_folder = folder.absolute()  # the program may change its working directory
+        # The program may change its working directory.
+        self._fit_folder = find_folder(trainer, self._dirpath, self).absolute()
         self._is_running = True
         notify_in_spawned_rank(self, trainer, pl_module)
         self._memory = PeakMemory(trainer.strategy.root_device)

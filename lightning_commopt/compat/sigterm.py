@@ -46,7 +46,7 @@ def around_broadcasts(trainer: Trainer, around: Callable[[Callable[[], None]], N
     return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
 
 
-def around_calls(trainer: Trainer, around: Callable[..., Any]) -> Callable[[], None]:
+def around_broadcast_calls(trainer: Trainer, around: Callable[..., Any]) -> Callable[[], None]:
     """Calls ``around(dist.broadcast, tensor, ...)`` instead of the function within Lightning's broadcast.
 
     Unlike `around_broadcasts`, this has no effect if `SigtermCheck` replaces the broadcast. It returns a function to
@@ -74,7 +74,7 @@ def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]
             report(error)
             raise
 
-    return around_calls(trainer, reporting)
+    return around_broadcast_calls(trainer, reporting)
 
 
 def run_whatever_handlers_raise(end: Callable[[], None]) -> None:

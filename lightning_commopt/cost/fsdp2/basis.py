@@ -32,7 +32,7 @@ MODEL_ERROR = 0.1
 
 COLLECTIVE_SPREAD = 0.1
 """Share of the time of collectives by which it differs between ranks on its own, without a rank that is late. Measured
-as 3 to 8 %, see ``docs/evidence/predict.md``. On a faster link it shrinks with them."""
+as up to 8 %, see ``docs/evidence/predict.md``. On a faster link it shrinks with them."""
 
 _KIND = "commopt prediction"
 _STRATEGY = "CommOptModelParallel"

@@ -27,7 +27,7 @@ MAX_STRETCH = 8.0
 
 GLOO_RATIOS = (1.25, 2.1, 1.1)
 """Time of a byte in gloo's all-gather, reduce-scatter and our exchange in training, over its time on a link that is
-their limit. Measured at 100 Mbit/s, see ``docs/evidence/predict.md``. NCCL's rings take the time of the link."""
+their limit. Measured at 100 Mbit/s, see ``docs/evidence/predict.md``. NCCL is assumed to take the time of the link."""
 
 
 class Load(NamedTuple):
