@@ -1,4 +1,4 @@
-"""One rank of `sharded_prediction.py`: fits of a sharded model, each with `CommTimeMonitor`."""
+"""One rank of `sharded_prediction.py` and `sharded_rates.py`: fits of a sharded model, each with `CommTimeMonitor`."""
 
 import json
 import sys
@@ -21,13 +21,13 @@ NUM_BYTES, CONTEXT = 256, 64
 
 
 class _Gpt(nn.Module):
-    """A byte GPT of 0.8 M parameters."""
+    """A byte GPT with four blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(NUM_BYTES, 128)
-        self.blocks = nn.Sequential(*(Block(128, 4) for _ in range(4)))
-        self.head = nn.Linear(128, NUM_BYTES)
+        self.embedding = nn.Embedding(NUM_BYTES, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(4)))
+        self.head = nn.Linear(width, NUM_BYTES)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.embedding(tokens))).flatten(0, 1)
@@ -35,12 +35,24 @@ class _Gpt(nn.Module):
 
 def make_model(name: str) -> tuple[nn.Module, type[nn.Module], torch.Tensor, torch.Tensor]:
     """Returns a model, the class of its units, a batch for it and its labels."""
-    if name == "mlp":  # 1.3 M parameters
-        widths = (784, 640, 640, 512, 128, 10)
+    if name.startswith("mlp"):
+        widths = (784, 640, 640, 512, 128, 10) if name == "mlp" else (512,) * 6  # both 1.3 M parameters
         layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
-        return nn.Sequential(*layers[:-1]), nn.Linear, torch.randn(64, 784), torch.randint(0, 10, (64,))
+        return nn.Sequential(*layers[:-1]), nn.Linear, torch.randn(64, widths[0]), torch.randint(0, 10, (64,))
+    if name == "cnn":  # 4.7 M parameters, three quarters of them in the last block
+        widths = (3, 32, 64, 128, 256, 512)
+        blocks = [_ConvBlock(a, b) for a, b in pairwise(widths)]
+        network = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+        return network, _ConvBlock, torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+    width = {"gpt": 128, "gpt_256": 256}[name]  # 0.8 M and 3.3 M parameters
     tokens = torch.randint(0, NUM_BYTES, (8, CONTEXT + 1))
-    return _Gpt(), Block, tokens[:, :-1], tokens[:, 1:]
+    return _Gpt(width), Block, tokens[:, :-1], tokens[:, 1:]
+
+
+class _ConvBlock(nn.Sequential):
+    def __init__(self, num_in: int, num_out: int) -> None:
+        first, second = nn.Conv2d(num_in, num_out, 3, stride=2, padding=1), nn.Conv2d(num_out, num_out, 3, padding=1)
+        super().__init__(first, nn.ReLU(), second, nn.ReLU())
 
 
 class _Model(LightningModule):
@@ -98,7 +110,8 @@ def main() -> None:
             fit(f"{name}_{turn}", plans[name], settings["num_steps"])
         num_steps = settings["num_cycles"] * len(plans) * settings["num_block_steps"]
         first = next(iter(plans.values()))
-        fit(f"alternating_{turn}", first, num_steps, _Alternate([*plans.values()], settings["num_block_steps"]))
+        if num_steps:
+            fit(f"alternating_{turn}", first, num_steps, _Alternate([*plans.values()], settings["num_block_steps"]))
 
 
 if __name__ == "__main__":

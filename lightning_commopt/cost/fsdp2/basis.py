@@ -120,9 +120,20 @@ class ShardedBasis:
         waits = communication_s(plan, work, predicted_world)
         rest_s = work.once_s + num_batches * batch_s + self._more_waiting_s(num_ranks)
         if conditions.bits_per_s is not None and own_s > 0:
-            spread_s = min(work.straggler_s, COLLECTIVE_SPREAD * own_s)
-            rest_s -= spread_s * max(0.0, 1 - waits.middle_s / own_s)
+            rest_s -= self._shrinking_s(own_s, scale) * max(0.0, 1 - waits.middle_s / own_s)
         return rest_s + scale * waits.low_s, rest_s + scale * waits.high_s, scale * waits.middle_s
+
+    def _shrinking_s(self, own_s: float, scale: float) -> float:
+        """Returns the part of the run's step that shrinks with its collectives on a faster link, besides ``own_s``.
+
+        On CPU the waits were measured. What they exceed ``own_s`` by is the model's error, or a wait for ranks whose
+        collectives took longer, except for a wait for ranks that are late.
+        """
+        straggler_s = self.workload.straggler_s
+        if self.workload.waited_s is None:
+            return min(straggler_s, COLLECTIVE_SPREAD * own_s)
+        more_s = self.workload.waited_s - scale * own_s
+        return more_s - min(max(0.0, straggler_s - COLLECTIVE_SPREAD * own_s), max(0.0, more_s))
 
     def _more_waiting_s(self, num_ranks: int) -> float:
         """Returns how much longer than in the run a step waits for the last of ``num_ranks``."""

@@ -108,9 +108,11 @@ def load_of(
         known[kind].append((median(times_s), expected_s))
     ratios = {kind: ratio_of(pairs) for kind, pairs in known.items()}
     pairs = [pair for of_kind in known.values() for pair in of_kind]
-    return Load(
-        ratios, ratio_of(pairs), fmean(measured_s - expected_s for measured_s, expected_s in pairs) if pairs else 0.0
-    )
+    if not pairs:
+        return Load({})
+    delays_s = [measured_s - expected_s for measured_s, expected_s in pairs]
+    common_s = max(0.0, min(delays_s)) + min(0.0, max(delays_s))
+    return Load(ratios, ratio_of(pairs), fmean(expected_s for _, expected_s in pairs), common_s)
 
 
 def ratio_of(pairs: Sequence[tuple[float, float]]) -> float:

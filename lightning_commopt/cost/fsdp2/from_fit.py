@@ -14,7 +14,7 @@ from lightning_commopt.cost.fsdp2.predict import num_reducing, on_streams
 from lightning_commopt.cost.fsdp2.workload import Exposure, ShardedWorkload, Unit
 from lightning_commopt.cost.shared_core import competing_threads
 from lightning_commopt.measure.operations import exposed_s
-from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.record import StepRecord, covered_s
 from lightning_commopt.plan.sharded import ShardedPlan
 
 _BLOCK = 10
@@ -68,6 +68,7 @@ def basis_of_fit(
         once_s=median(record.totals.optimizer_s + record.totals.other_s for record in steps),
         num_batches=num_batches,
         spread_s=stdev(blocks_s) if len(blocks_s) > 1 else 0.0,
+        waited_s=_waited_s(steps) if device == "cpu" else None,
         straggler_s=num_batches * _wait_s(batches, least_s) if device == "cpu" else 0.0,
         num_ranks=num_ranks,
         shares_core=shares_core,
@@ -94,6 +95,12 @@ def _wait_s(batches: Sequence[Batch], least_s: Sequence[Sequence[float]]) -> flo
         for batch, times_s in zip(batches, least_s, strict=False)
     ]
     return max(0.0, median(waits_s)) if waits_s else 0.0
+
+
+def _waited_s(steps: Sequence[StepRecord]) -> float | None:
+    """Returns how long a step waits for collectives; None if no step has recorded it."""
+    waits_s = [covered_s(record.waits) for record in steps]
+    return median(waits_s) if any(waits_s) else None
 
 
 def _with_waits(basis: ShardedBasis, steps: Sequence[StepRecord]) -> ShardedBasis:

@@ -25,7 +25,7 @@ open. A judgement; see ``docs/evidence/predict.md`` for what came of it."""
 MAX_STRETCH = 8.0
 """Maximum ratio of a collective's time in training to its time alone; what exceeds it is waiting for other ranks."""
 
-GLOO_RATIOS = (1.25, 2.1, 1.1)
+GLOO_RATIOS = (1.35, 2.15, 1.1)
 """Time of a byte in gloo's all-gather, reduce-scatter and our exchange in training, over its time on a link that is
 their limit. Measured at 100 Mbit/s, see ``docs/evidence/predict.md``. NCCL is assumed to take the time of the link."""
 
@@ -38,7 +38,8 @@ class Load(NamedTuple):
 
     ratios: dict[str, float]  # measured over probed time, by "all_gather", "reduce_scatter" and "exchange"
     ratio: float = 1.0  # the same of all of them
-    delay_s: float = 0.0  # mean difference between measured and probed time of a collective
+    mean_s: float = 0.0  # mean probed time of a collective
+    delay_s: float = 0.0  # the part of the difference between measured and probed time that they have in common
 
 
 class Line(NamedTuple):
@@ -90,6 +91,10 @@ def _wakes(num_ranks: int, is_ring: bool) -> float:
     return num_wakes("all_reduce" if is_ring else "all_to_all", num_ranks)
 
 
+def _stretch(ratio: float) -> float:
+    return min(max(ratio, 1 / MAX_STRETCH), MAX_STRETCH)
+
+
 class Lines(NamedTuple):
     """The lines of all kinds of collectives that a plan may issue."""
 
@@ -124,17 +129,17 @@ class Lines(NamedTuple):
 
         Args:
             load: what the run has shown.
-            proportional: share of the delay of collectives that the run has not issued that is in proportion to their
-                duration; the rest is the same for each.
+            proportional: share of ``load.delay_s`` that is in proportion to the duration of a collective that the run
+                has not issued, as is all that exceeds ``load.delay_s``; the rest is the same for each.
             unseen_ratio: a further factor of these.
         """
-        ratio = min(max(load.ratio, 1 / MAX_STRETCH), MAX_STRETCH)
+        delay_s = (1 - proportional) * load.delay_s
+        ratio = _stretch(load.ratio - (delay_s / load.mean_s if load.mean_s else 0.0))
 
         def trained(kind: str, line: Line) -> Line:
             if kind in load.ratios:
-                return line.times(min(max(load.ratios[kind], 1 / MAX_STRETCH), MAX_STRETCH))
-            stretched = line.times(unseen_ratio * (1 + proportional * (ratio - 1)))
-            return stretched.delayed((1 - proportional) * load.delay_s)
+                return line.times(_stretch(load.ratios[kind]))
+            return line.times(unseen_ratio * ratio).delayed(delay_s)
 
         return Lines(*(trained(kind, line) for kind, line in zip(self._fields, self, strict=True)))
 

@@ -73,6 +73,7 @@ class ShardedWorkload:
     once_s: float  # the part of a step that does not grow with the number of batches: optimizer, hooks
     num_batches: int = 1  # batches that are accumulated for a step
     spread_s: float = 0.0  # standard deviation of the median of ten steps
+    waited_s: float | None = None  # how long a step waits for collectives, measured; None on CUDA, see `gathers`
     straggler_s: float = 0.0  # how long a rank waits in a step for the last rank; 0 on CUDA, as it is unknown there
     num_ranks: int = 1  # ranks that the step was measured on, each with a shard
     shares_core: bool = False  # compression has no processor of its own, so that it slows backward down

@@ -14,6 +14,8 @@ from lightning_commopt.cost.fsdp2.calls import (
     usual_batches,
 )
 from lightning_commopt.cost.fsdp2.from_fit import basis_of_fit
+from lightning_commopt.cost.fsdp2.links import Load
+from lightning_commopt.cost.fsdp2.workload import Payload
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
 from lightning_commopt.plan.sharded import ShardedPlan
 from support.sharded_samples import COMPUTE_S, EXCHANGE_S, INT8, NO_COST, UNIT, links
@@ -63,10 +65,23 @@ def test_how_loaded_links_are() -> None:
     least_s = [[call.seconds for call in blocking(one)] for one in batches]
     found = load_of(batches, least_s, [UNIT], lines, NO_COST, 2)
     assert found.ratios == pytest.approx({"all_gather": 1.5, "reduce_scatter": 1.5})
-    assert found[1:] == pytest.approx((1.5, 0.5 * 7 / 3 * EXCHANGE_S))  # the three calls take 2, 2 and 3 exchanges
+    # The three calls take 2, 2 and 3 exchanges alone, and are delayed by 1, 1 and 1.5.
+    assert found[1:] == pytest.approx((1.5, 7 / 3 * EXCHANGE_S, EXCHANGE_S))
     found = load_of([batch(compressed=True)] * 3, [[EXCHANGE_S]] * 3, [UNIT], lines, NO_COST, 2)
     assert found.ratios == pytest.approx({"all_gather": 0.5})
-    assert found[1:] == pytest.approx((0.5, -EXCHANGE_S))
+    assert found[1:] == pytest.approx((0.5, 2 * EXCHANGE_S, -EXCHANGE_S))
+
+
+def test_a_delay_that_small_messages_do_not_have_is_in_proportion() -> None:
+    """If it fails, a slow link of large all-gathers shows exchanges that take long without any bytes."""
+    small = UNIT._replace(parameters=Payload(0, 1, 4), gradients=Payload(0, 1, 4))
+    batches = [[*batch(stretch=3.0), batch()[1]._replace(unit=1, seconds=1e-3)]] * 3
+    least_s = [[call.seconds for call in blocking(one)] for one in batches]
+    found = load_of(batches, least_s, [UNIT, small], links().expected, NO_COST, 2)
+    assert found.delay_s == pytest.approx(1e-3, rel=1e-3)
+    trained = links().expected.in_training(Load({}, *found[1:]))
+    assert trained.exchange.hop_s == pytest.approx(0.5e-3, rel=1e-3)
+    assert trained.exchange.s_per_byte == pytest.approx(3 * links().expected.exchange.s_per_byte, rel=0.02)
 
 
 def test_compressed_parameters_show_the_link_too() -> None:
@@ -90,7 +105,27 @@ def test_the_basis_of_a_fit_on_cpu() -> None:
     assert work.straggler_s == pytest.approx(2 * 1.5 * 7 * EXCHANGE_S)  # two batches, each 2 + 2 + 3 exchanges long
     assert (work.num_batches, work.spread_s) == (2, 0.0)
     assert work.once_s == pytest.approx(0.2)
+    assert work.waited_s is None  # unknown where no step has recorded a wait
     assert found.predict(ShardedPlan()).step_s == pytest.approx(step(2).totals.step_s)
+
+
+def test_the_basis_has_what_steps_waited_on_cpu() -> None:
+    seen = step(1, (), ((0.1, 0.2), (0.15, 0.4), (0.6, 0.65)))
+    least_s = [[call.seconds for call in blocking(batch())]] * 3
+    for device, waited_s in (("cpu", pytest.approx(0.35)), ("cuda", None)):
+        found = basis_of_fit(
+            ShardedPlan(),
+            [UNIT],
+            [batch()] * 3,
+            [seen] * 3,
+            links(),
+            {INT8: NO_COST},
+            NO_COST,
+            num_ranks=2,
+            least_s=least_s,
+            device=device,
+        )
+        assert found.workload.waited_s == waited_s
 
 
 def test_the_basis_of_a_fit_on_cuda() -> None:

@@ -18,6 +18,7 @@ from lightning_commopt.cost.fsdp2.basis import (
     sharded_candidates,
     sharded_forecasts,
 )
+from lightning_commopt.cost.fsdp2.links import GLOO_RATIOS
 from lightning_commopt.cost.fsdp2.workload import Exposure
 from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.link.link import PAYLOAD_SHARE
@@ -87,8 +88,9 @@ def test_other_links_and_numbers_of_batches() -> None:
     plan, fast = ShardedPlan(), Conditions(bits_per_s=8e12)
     assert basis().predict(plan, fast).step_s == pytest.approx(REST_S + 4 * COMPUTE_S, rel=1e-2)
     twice = Conditions(bits_per_s=4e8 / PAYLOAD_SHARE)
-    # A byte takes 1.25 and 2.1 times as long as on the wire then, of which the run has shown two and three times.
-    assert basis().predict(plan, twice).exposed_s == pytest.approx(2 * (1.25 / 2 * GATHERS_S + 2.1 / 3 * REDUCES_S))
+    gather_ratio, reduce_ratio, _ = GLOO_RATIOS  # of which the run has shown two and three
+    twice_s = 2 * (gather_ratio / 2 * GATHERS_S + reduce_ratio / 3 * REDUCES_S)
+    assert basis().predict(plan, twice).exposed_s == pytest.approx(twice_s)
     on_cuda = basis(device="cuda", gathers=Exposure(GATHERS_S), reduces=Exposure(REDUCES_S))
     assert on_cuda.predict(plan, twice).step_s < basis().predict(plan, twice).step_s  # over NCCL, both once
     three = basis().predict(plan, Conditions(num_batches=3)).step_s
@@ -107,6 +109,18 @@ def test_what_differs_between_ranks_in_collectives_shrinks_with_them() -> None:
         run = basis(straggler_s=straggler_s)
         assert run.predict(plan).step_s == pytest.approx(slow_s)
         assert run.predict(plan, fast).step_s == pytest.approx(slow_s - own_s - shrinks_s)
+
+
+@pytest.mark.parametrize("unknown_s", [-0.2, 0.0, 0.2])
+def test_waits_that_the_model_does_not_explain_shrink_with_the_collectives(unknown_s: float) -> None:
+    """If it fails, a link that is slower in training than alone shows steps that compute for seconds on a fast one."""
+    plan, fast, own_s = ShardedPlan(), Conditions(bits_per_s=8e15), GATHERS_S + REDUCES_S
+    computed_s = basis().workload.step_s - own_s
+    run = basis(step_s=computed_s + own_s + unknown_s, waited_s=own_s + unknown_s)
+    assert run.predict(plan).step_s == pytest.approx(computed_s + own_s + unknown_s)
+    assert run.predict(plan, fast).step_s == pytest.approx(computed_s)
+    late = basis(step_s=computed_s + own_s + 0.3, waited_s=own_s + 0.3, straggler_s=0.2 + 0.1 * own_s)
+    assert late.predict(plan, fast).step_s == pytest.approx(computed_s + 0.2)
 
 
 def test_other_numbers_of_ranks() -> None:

@@ -1,0 +1,128 @@
+"""What a fit of FSDP2 on one link predicts for another link, beside what fits take there.
+
+Two hosts in the network lab, each rank on a core of its own, fit models at each rate, without compression and with
+int8. Each fit is asked, from its files alone and as ``commopt predict --link`` asks it, for the median step of both
+plans at every rate. Run nothing else on the machine: fits are compared that run minutes apart.
+
+python benchmarks/sharded_rates.py --output benchmarks/results/sharded_rates_HARDWARE_DATE.json
+python benchmarks/sharded_rates.py --models mlp_512 --links 1gbit 100mbit --num-steps 30    # quick
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from command_line import need_lab
+from results_file import write_result
+from rich.console import Console
+from rich.table import Table
+
+from lightning_commopt.cost.fsdp2.basis import Conditions, ShardedBasis
+from lightning_commopt.launch.lab import NetLab, parse_rate
+from lightning_commopt.measure.files import common_steps, read_run
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
+from lightning_commopt.plan.sharded import ShardedPlan
+
+MODELS = ("mlp_512", "gpt_256", "cnn")
+PLANS: dict[str, dict[str, Any]] = {"none": {}, "int8": {"comm_hook": "int8"}}
+
+
+class _Fit(NamedTuple):
+    link: str
+    plan: str
+    basis: ShardedBasis
+    step_s: float  # median over both ranks
+
+
+def fits_of(model: str, links: list[str], num_steps: int, folder: Path) -> list[_Fit]:
+    """Fits the model with each plan on each link."""
+    fits = []
+    job = str(Path(__file__).with_name("sharded_prediction_job.py"))
+    for link in links:
+        run_dir = folder / f"{model}_{link}"
+        settings = {"model": model, "plans": PLANS, "learned_from": [*PLANS], "folder": str(run_dir), "num_turns": 1}
+        settings |= {"num_steps": num_steps, "num_cycles": 0, "num_block_steps": 0, "replicated": False}
+        if not run_dir.exists():
+            with NetLab(2, link) as lab:
+                lab.run([sys.executable, job, json.dumps(settings)], pin_to_cores=True, timeout_s=1800)
+            print(f"{model}, {link}: done", file=sys.stderr, flush=True)
+        for plan in PLANS:
+            steps = common_steps(read_run(run_dir / f"{plan}_0")).values()
+            step_s = median(record.totals.step_s for records in steps for record in records)
+            fits.append(_Fit(link, plan, ShardedBasis.load(run_dir / f"{plan}_0" / PREDICTION_FILE), step_s))
+    return fits
+
+
+def rows_of(model: str, fits: list[_Fit]) -> Iterable[dict[str, Any]]:
+    """Yields a row for each fit and each plan and link that it predicts."""
+    for own in fits:
+        for other in fits:
+            conditions = Conditions(bits_per_s=parse_rate(other.link))
+            predicted = own.basis.predict(ShardedPlan(**PLANS[other.plan]), conditions)
+            yield {
+                "model": model,
+                "from_link": own.link,
+                "from_plan": own.plan,
+                "link": other.link,
+                "plan": other.plan,
+                "measured_s": other.step_s,
+                "predicted_s": predicted.step_s,
+                "low_s": predicted.low_s,
+                "high_s": predicted.high_s,
+                "is_inside": predicted.low_s <= other.step_s <= predicted.high_s,
+            }
+
+
+def print_tables(rows: list[dict[str, Any]]) -> None:
+    """Prints predicted over measured time by model, and how many predictions are inside by the predicted link."""
+    console = Console(width=160)
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        measured = {(row["link"], row["plan"]): row["measured_s"] for row in own}
+        heads = [f"{link}, {plan}: {1e3 * step_s:.0f} ms" for (link, plan), step_s in measured.items()]
+        table = Table("from", *heads, title=f"{model}: predicted over measured, * outside of the interval")
+        for source in dict.fromkeys((row["from_link"], row["from_plan"]) for row in own):
+            cells = [
+                f"{row['predicted_s'] / row['measured_s']:.2f}{'' if row['is_inside'] else ' *'}"
+                for row in own
+                if (row["from_link"], row["from_plan"]) == source
+            ]
+            table.add_row(", ".join(source), *cells)
+        console.print(table)
+        for link in dict.fromkeys(row["link"] for row in own):
+            there = [row for row in own if row["link"] == link]
+            ratios = [row["predicted_s"] / row["measured_s"] for row in there]
+            inside = sum(row["is_inside"] for row in there)
+            console.print(f"{link}: {min(ratios):.2f} to {max(ratios):.2f}, {inside} of {len(there)} inside")
+
+
+def main() -> None:
+    """Runs the fits, predicts, prints and stores the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=MODELS)
+    parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit", "10gbit"])
+    parser.add_argument("--num-steps", type=int, default=60, help="of a fit")
+    parser.add_argument("--folder", type=Path, help="for the fits; what is there is not run again")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    need_lab()
+    load = os.getloadavg()[0]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.folder or Path(temporary)).absolute()
+        for model in arguments.models:
+            rows += rows_of(model, fits_of(model, arguments.links, arguments.num_steps, folder))
+    print_tables(rows)
+    if arguments.output:
+        known = {key: value for key, value in vars(arguments).items() if key not in ("output", "folder")}
+        write_result(arguments.output, {"settings": known, "rows": rows}, load)
+
+
+if __name__ == "__main__":
+    main()
