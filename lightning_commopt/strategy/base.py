@@ -25,6 +25,7 @@ from lightning_commopt.launch.nccl_variables import find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, Plan
 from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.lightning_launcher import Launcher
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.sync.strategies import RunningStrategy, TrainersStrategy
@@ -161,8 +162,7 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
 
 def check_plans_agree(plan: Plan) -> None:
     """Raises an OptionError if the ranks' plans differ. All ranks must call it."""
-    plans: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan.options()})
+    plans = values_of_all_ranks({name: _describe(getattr(plan, name)) for name in plan.options()})
     for name in plan.options():
         first_ranks: dict[str, int] = {}
         for rank, options in enumerate(plans):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
-import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -20,10 +19,9 @@ from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.diloco import checkpoint as files
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.state_dict import global_state_dict
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn
-
-_T = TypeVar("_T")
 
 
 class SavesRanksOfFabric(StartsRanks, DDPStrategy):
@@ -48,12 +46,6 @@ class SavesRanksOfFabric(StartsRanks, DDPStrategy):
     @abstractmethod
     def _begin(self, saved: files.Saved) -> None:
         """Begins rounds from the module's weights, or from a saved state. All ranks must call it."""
-
-    def _gather(self, value: _T) -> list[_T]:
-        """Returns the values of all ranks, in their order. All ranks must call it."""
-        values = [value] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """Returns a module's state; that of the module in training has the global weights and buffers."""
@@ -84,7 +76,7 @@ class SavesRanksOfFabric(StartsRanks, DDPStrategy):
         assert rounds is not None
         assert self._module is not None
         has_changed = rounds.shows_final and not rounds.has_final(self._module)
-        gathered = self._gather((str(path), uuid4().hex, rounds.num_steps, has_changed))
+        gathered = values_of_all_ranks((str(path), uuid4().hex, rounds.num_steps, has_changed))
         # Paths may contain numbers that differ between ranks, so all ranks take rank 0's.
         common_path, identity, *_ = gathered[0]
         if any(has_changed for *_, has_changed in gathered):

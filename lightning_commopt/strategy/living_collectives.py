@@ -17,6 +17,7 @@ from lightning_commopt.strategy.started import StartedAsDDP
 from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.living import LivingRanks, reduced
 from lightning_commopt.sync.diloco.rounds import Rounds
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.watch.waiting import print_now
 
 _T = TypeVar("_T")
@@ -65,11 +66,9 @@ class LivingCollectives(StartedAsDDP):
 
     def _gather_objects(self, own: _T) -> list[_T]:
         """Returns the objects of all ranks in their order; with ``patience_s`` those of the ranks that live."""
-        if self._living is not None:
-            return [*self._living.objects(own, "a gather").values()]
-        objects = [own] * self.world_size
-        dist.all_gather_object(objects, own)
-        return objects
+        if self._living is None:
+            return values_of_all_ranks(own)
+        return [*self._living.objects(own, "a gather").values()]
 
     def _log_text(self, text: str) -> None:
         print_now(f"[rank {self.global_rank}] DiLoCo: {text}")

@@ -13,13 +13,13 @@ from torch import Tensor
 from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.testing.law import Holds, Law
 from lightning_commopt.testing.steps import (
     NUM_STEPS,
     Setup,
     Vectors,
     in_bucket,
-    of_all_ranks,
     random_gradients,
     run_steps,
 )
@@ -66,7 +66,7 @@ def same_collectives(setup: Setup, name: str, compressor: Any) -> None:
             issued = run_alone(setup.gradients(step, factor if is_last else 1.0))
         except Exception as raised:
             error = raised
-        every = of_all_ranks(issued)
+        every: list[Any] = values_of_all_ranks(issued)
         if error is not None:
             raise error
         if None in every:
@@ -93,8 +93,8 @@ def _first_difference(first: list[str], theirs: list[str], rank: int) -> str:
 def averages(setup: Setup, name: str, compressor: Compressor) -> None:
     """Holds a compressor to its claims: how far averages are off, and what error feedback loses."""
     steps = run_steps(setup, compressor)
-    exact = torch.stack(of_all_ranks(steps.sent)).mean(0)
-    residual = torch.stack(of_all_ranks(steps.residual)).mean(0)
+    exact = torch.stack(values_of_all_ranks(steps.sent)).mean(0)
+    residual = torch.stack(values_of_all_ranks(steps.residual)).mean(0)
     received, claims = steps.received, compressor.claims
     if not claims.is_lossy:
         error = (received - exact).abs().max().item()
@@ -122,7 +122,7 @@ def averages(setup: Setup, name: str, compressor: Compressor) -> None:
 @law("all ranks receive the same bits", "parameters drift apart between ranks")
 def ranks_agree(setup: Setup, name: str, compressor: Compressor) -> None:
     """Compares the averages of `NUM_STEPS` steps."""
-    first, *others = of_all_ranks(run_steps(setup, compressor).received)
+    first, *others = values_of_all_ranks(run_steps(setup, compressor).received)
     assert all(torch.equal(first, other) for other in others), f"{name}: ranks differ"
 
 
@@ -133,7 +133,7 @@ def ranks_agree(setup: Setup, name: str, compressor: Compressor) -> None:
 def bytes_as_declared(setup: Setup, name: str, compressor: Compressor) -> None:
     """Where ranks send parts that differ in size, the largest part of each bucket is declared."""
     steps = run_steps(setup, compressor)
-    counts, declared = of_all_ranks(steps.bytes_per_step), steps.declared_bytes
+    counts, declared = values_of_all_ranks(steps.bytes_per_step), steps.declared_bytes
     is_even = setup.has_even_parts or len(set(counts)) == 1
     assert set(counts) == {declared} if is_even else 0.8 * declared <= max(counts) <= declared, (
         f"{name}: {max(counts):.0f} bytes per step, declared {declared}"
@@ -199,7 +199,7 @@ def overflow(setup: Setup, name: str, compressor: Compressor) -> None:
                 gradient.view(-1)[0] = value
         received.append(setup.run_step(model, sync, gradients))
     residual = setup.end(sync)
-    every = of_all_ranks(received)
+    every = values_of_all_ranks(received)
     for step in (0, 2, 4):
         assert received[step].isfinite().all(), f"{name}: not finite in step {step}"
     for step in (1, 3):

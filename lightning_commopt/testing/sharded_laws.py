@@ -24,11 +24,12 @@ from lightning_commopt.compressors.shards import first_seed
 from lightning_commopt.plan import OptionError
 from lightning_commopt.plan.sharded import check_available
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.testing import laws
 from lightning_commopt.testing.law import Law
 from lightning_commopt.testing.laws import law
 from lightning_commopt.testing.places import CPU, Place
-from lightning_commopt.testing.steps import Setup, alone_channel, flatten, of_all_ranks, run_steps, take_issued
+from lightning_commopt.testing.steps import Setup, alone_channel, flatten, run_steps, take_issued
 
 
 class Unit(nn.Module):
@@ -165,7 +166,7 @@ def only_matrices(setup: Setup, name: str, compressor: ShardedCompressor) -> Non
     if dist.get_rank() == 0:
         gradients["parts.0.p2"][5, 7] = torch.inf
     model, _ = setup.wrap(compressor)
-    received, every = run_step(model, gradients), of_all_ranks({key: x.cpu() for key, x in gradients.items()})
+    received, every = run_step(model, gradients), values_of_all_ranks({key: x.cpu() for key, x in gradients.items()})
     for key, average in received.items():
         error = (average.double() - torch.stack([gradient[key].double() for gradient in every]).mean(0)).abs().max()
         if key == "parts.0.p2":
@@ -188,7 +189,7 @@ def unbiased(setup: Setup, name: str, compressor: ShardedCompressor) -> None:
     Whether a compressor rounds at random is asked of its option ``stochastic_rounding``.
     """
     steps = run_steps(setup, compressor, repeat=True)
-    exact = torch.stack(of_all_ranks(steps.sent)).mean(0)[0]
+    exact = torch.stack(values_of_all_ranks(steps.sent)).mean(0)[0]
     first, mean = (steps.received[0] - exact).norm(), (steps.received.mean(0) - exact).norm()
     falls = bool(mean < 0.6 * first)  # with independent errors in 8 steps the ratio is 1 / sqrt(8) = 0.35
     rounding = getattr(compressor, "inner", compressor)

@@ -234,10 +234,3 @@ def run_steps(setup: Setup, compressor: Any, *, repeat: bool = False) -> Steps:
     residual = {name: residuals.get(name, torch.zeros_like(value)) for name, value in setup.net().named_parameters()}
     per_step = (byte_counts[-1] - byte_counts[-3]) / 2  # alternating compressors send one factor, then the other
     return Steps(torch.stack(sent), torch.stack(received), flatten(residual), per_step, declared)
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """Returns the values of all ranks; all must call it."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

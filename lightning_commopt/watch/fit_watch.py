@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.loops import LoopEvents, batch_is_open, may_end_now, num_begun, num_completed
 from lightning_commopt.launch.environment import launcher_pid
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
 from lightning_commopt.watch import times
@@ -26,7 +27,6 @@ from lightning_commopt.watch.uneven_batches import (
     SKIPPED,
     STOPPED,
     UnevenBatchesError,
-    gather_numbers,
     make_even,
 )
 from lightning_commopt.watch.waiting import (
@@ -126,7 +126,9 @@ class FitWatch:
             self._thread.join(timeout=times.STALLED_S)
 
     def _make_even(self) -> None:
-        self._agreed = make_even(self._trainer, self._policy, self._rank, gather_numbers)
+        self._agreed = make_even(
+            self._trainer, self._policy, self._rank, lambda number: dict(enumerate(values_of_all_ranks(number)))
+        )
         self._peers.learn()  # all have written: Lightning's collectives for dataloaders follow
 
     def _leave_epoch(self) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from lightning_commopt.compat.loops import limit_batches, most_batches_of_epoch, num_batches, repeat_batches
 from lightning_commopt.text.formatting import grouped, ranks_text
 from lightning_commopt.text.validation import warn_once
@@ -56,7 +54,7 @@ def make_even(trainer: Trainer, policy: str, rank: int, gather: Callable[[int], 
         trainer: its training dataloaders have just been set up.
         policy: one of `POLICIES`.
         rank: number of this rank.
-        gather: returns the numbers of all ranks, by rank; see `gather_numbers`.
+        gather: takes this rank's number, and returns the numbers of all ranks, by rank.
 
     Returns:
         The number of batches in an epoch, the same on all ranks; None if it is unknown on a rank, if ``max_steps`` ends
@@ -132,13 +130,6 @@ def early_end_message(ended: tuple[int, int], going: tuple[int, int], epoch: int
         f"Rank {ended[0]} has ended epoch {epoch} after {_count(ended[1])}{cause}, and rank {going[0]} continues after"
         f" {_count(going[1])}. {_WHY} {_TOGETHER.get(reason, _WITHOUT_LENGTH)}"
     )
-
-
-def gather_numbers(number: int) -> dict[int, int]:
-    """Returns a number of each rank of the default group, by rank."""
-    numbers = [number] * dist.get_world_size()
-    dist.all_gather_object(numbers, number)
-    return dict(enumerate(numbers))
 
 
 def _unknown_message(policy: str, ranks: Sequence[int]) -> str:

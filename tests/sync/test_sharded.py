@@ -21,13 +21,14 @@ from lightning_commopt.compressors.shards import first_seed
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.unit import UnitReduceScatter
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.testing.sharded_laws import (
     SHARDED_LAWS,
     ShardedSetup,
     new_model,
     run_step,
 )
-from lightning_commopt.testing.steps import flatten, of_all_ranks, run_steps
+from lightning_commopt.testing.steps import flatten, run_steps
 from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.warm_ranks import run_ranks
@@ -85,8 +86,8 @@ def _by_columns() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     matrix, other = torch.randn(2, 5, 8)[dist.get_rank()], torch.randn(6, 4)
     model(matrix, other).backward()
     got = model.matrix.grad.full_tensor()  # type: ignore[union-attr]
-    residual = torch.stack(of_all_ranks(sync.residuals()["matrix"])).mean(0)
-    exact = torch.stack(of_all_ranks(matrix)).mean(0)
+    residual = torch.stack(values_of_all_ranks(sync.residuals()["matrix"])).mean(0)
+    exact = torch.stack(values_of_all_ranks(matrix)).mean(0)
     return got, residual, exact, got - exact
 
 
@@ -106,7 +107,7 @@ def _partly_used() -> tuple[bool, bool, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(matrix, None).backward()
-    exact = torch.stack(of_all_ranks(matrix)).mean(0)
+    exact = torch.stack(values_of_all_ranks(matrix)).mean(0)
     is_exact = torch.allclose(model.matrix.grad.full_tensor(), exact, atol=1e-6)  # type: ignore[union-attr]
     model.zero_grad()
     model(matrix, other).backward()
@@ -135,8 +136,8 @@ def _thawed() -> tuple[float, float]:
         if not frozen:
             sent.append(gradients["parts.0.p2"])
             received = received + averages["parts.0.p2"]
-    exact = torch.stack(of_all_ranks(torch.stack(sent).sum(0))).mean(0)
-    residual = torch.stack(of_all_ranks(sync.residuals()["parts.0.p2"])).mean(0)
+    exact = torch.stack(values_of_all_ranks(torch.stack(sent).sum(0))).mean(0)
+    residual = torch.stack(values_of_all_ranks(sync.residuals()["parts.0.p2"])).mean(0)
     return float((received - exact).norm() / exact.norm()), float((received + residual - exact).norm() / exact.norm())
 
 
@@ -190,7 +191,7 @@ def _in_16_bits(reduce_dtype: torch.dtype) -> tuple[float, torch.dtype]:
     model, _ = setup.wrap(ShardedInt8())
     gradients = ShardedSetup().gradients(0)
     averages = flatten(run_step(model, gradients))
-    exact = torch.stack(of_all_ranks(flatten(gradients))).mean(0)
+    exact = torch.stack(values_of_all_ranks(flatten(gradients))).mean(0)
     grad = next(model.parameters()).grad
     assert grad is not None
     return float((averages - exact).norm() / exact.norm()), grad.dtype
@@ -260,7 +261,7 @@ def _errors() -> list[float]:
     errors = []
     for compressor in (ShardedBf16(), ShardedInt8(), ShardedInt4()):
         steps = run_steps(ShardedSetup(), compressor)
-        exact = torch.stack(of_all_ranks(steps.sent)).mean(0)
+        exact = torch.stack(values_of_all_ranks(steps.sent)).mean(0)
         errors.append(float((steps.received - exact).norm() / exact.norm()))
     return errors
 

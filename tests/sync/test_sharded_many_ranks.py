@@ -13,6 +13,7 @@ from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.fsdp2.unit import UnitReduceScatter
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.testing.sharded_laws import (
     SHARDED_LAWS,
     ShardedSetup,
@@ -20,7 +21,7 @@ from lightning_commopt.testing.sharded_laws import (
     new_model,
     run_step,
 )
-from lightning_commopt.testing.steps import flatten, of_all_ranks
+from lightning_commopt.testing.steps import flatten
 from support.collectives import needs_hooks, takes_collectives
 from support.warm_ranks import run_ranks
 
@@ -107,7 +108,7 @@ def _accumulated(num_replicas: int, mode: str) -> tuple[Tensor, Tensor]:
         gradients = ShardedSetup().gradients(batch)
         given.append(flatten(gradients))
         model(gradients).backward()
-    exact = torch.stack(of_all_ranks(torch.stack(given).sum(0))).mean(0)
+    exact = torch.stack(values_of_all_ranks(torch.stack(given).sum(0))).mean(0)
     return exact, flatten(averages_of(model))
 
 
@@ -160,7 +161,7 @@ def _handed_over(before: ShardedCompressor, after: ShardedCompressor) -> tuple[f
 
 
 def _mean(residuals: dict[str, Tensor]) -> Tensor:
-    return torch.stack(of_all_ranks(flatten({name: residuals[name] for name in sorted(residuals)}))).mean(0)
+    return torch.stack(values_of_all_ranks(flatten({name: residuals[name] for name in sorted(residuals)}))).mean(0)
 
 
 @pytest.mark.parametrize(
