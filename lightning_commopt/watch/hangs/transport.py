@@ -166,7 +166,7 @@ class RankLink:
         self._connection = connection
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._answers: dict[int, dict[str, Any]] = {}
+        self._answers: dict[int, dict[str, Any] | None] = {}  # of open requests; None until the answer has come
         self._has_answers, self._has_ended = threading.Condition(), False
 
     def start(self, answer: _Answer, on_end: Callable[[], None] = lambda: None) -> None:
@@ -182,10 +182,11 @@ class RankLink:
     def request(self, limit_s: float | None, **message: Any) -> dict[str, Any] | None:
         """Sends a message, and returns the answer; None if there is none in time, or once the other end closes."""
         number = next(self._numbers)
+        self._answers[number] = None
         threading.Thread(target=self.send, kwargs=message | {"request": number}, daemon=True).start()
         with self._has_answers:
-            self._has_answers.wait_for(lambda: number in self._answers or self._has_ended, limit_s)
-            return self._answers.pop(number, None)
+            self._has_answers.wait_for(lambda: self._answers[number] is not None or self._has_ended, limit_s)
+            return self._answers.pop(number)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -198,8 +199,9 @@ class RankLink:
                 message = json.loads(line)
                 if "answer" in message:
                     with self._has_answers:
-                        self._answers[message["answer"]] = message
-                        self._has_answers.notify_all()
+                        if message["answer"] in self._answers:  # otherwise it has come too late
+                            self._answers[message["answer"]] = message
+                            self._has_answers.notify_all()
                     continue
                 answered: dict[str, Any] = {}
                 with log_own_errors("HangMonitor's answer within a rank"):

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.watch.hangs.transport import Address, GoneError, Server, UnreachableError, ask, find_own_ip
+from lightning_commopt.watch.hangs.transport import (
+    Address,
+    GoneError,
+    RankLink,
+    Server,
+    UnreachableError,
+    ask,
+    find_own_ip,
+)
 
 KEY = "a key that nobody else has"
 
@@ -143,3 +151,16 @@ def test_it_listens_at_an_ipv6_address() -> None:
     except OSError:
         pytest.skip("::1 is not configured here")
     assert ask(Address("::1", server.port, "a"), KEY, {"hello": True}, 60) == {"is_watching": True}
+
+
+def test_an_answer_that_comes_too_late_is_dropped() -> None:
+    own, others = map(RankLink, socket.socketpair())
+    may_answer = threading.Event()
+    others.start(lambda question: {"may": may_answer.wait(60)} if question.get("waits") else {})
+    own.start(lambda question: {})
+    assert own.request(0.05, waits=True) is None
+    may_answer.set()
+    assert own.request(60, waits=False) is not None  # it is answered after the first one
+    assert own._answers == {}
+    own.close()
+    others.close()
