@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import re
-import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.files import LOG_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.measure.runs.record import RunRecord, fail_record
 from lightning_commopt.measure.runs.settings import settings_of
+from lightning_commopt.watch.hangs.process import signal_name
 
 if TYPE_CHECKING:
     from lightning_commopt.train.sweep.display import SweepDisplay
@@ -108,7 +108,7 @@ def save_summary(folder: Path, results: Sequence[JobResult], left_out: Sequence[
 def _reason(status: int) -> str | None:
     if status == 0:
         return None
-    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"killed by {signal_name(-status)}" if status < 0 else f"exit status {status}"
 
 
 def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) -> RunRecord:

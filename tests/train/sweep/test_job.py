@@ -45,6 +45,7 @@ def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
         ("raise SystemExit(3)", "exit status 3"),
         ("raise ValueError('this value')", "ValueError: this value; exit status 1"),
         (RUNNING + "import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+        (RUNNING + "import os; os.kill(os.getpid(), 40)", "killed by signal 40"),
         (FAILED + "raise SystemExit(1)", "E: own"),
         (FINISHED + "raise SystemExit(1)", "exit status 1"),
         (BROKEN, "ended without a result"),
