@@ -18,8 +18,8 @@ from lightning_commopt.plan import CommPlan, OptionError, Plan
 from lightning_commopt.sync.groups import borrow_host_group
 from lightning_commopt.sync.strategies import PlannedStrategy, TunedBuckets, TunedStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn
-from lightning_commopt.tune.host import Buckets, Host
 from lightning_commopt.tune.options import TuneOptions
+from lightning_commopt.tune.training import Buckets, TunedTraining
 from lightning_commopt.tune.tuner import Tuner
 from lightning_commopt.tune.verdict import summary
 
@@ -92,14 +92,14 @@ class AutoPlan(ABC, Generic[_Strategy]):
                 )
                 return
             self._tuner = Tuner(
-                *(group, self._host(), self._options, self._base, self._resumed, self._max_regret),
+                *(group, self._training(), self._options, self._base, self._resumed, self._max_regret),
                 tells_verdict=self._tells_verdict,
             )
         if self._tuner is not None and not self._tuner.is_over:
             self._tuner.begin_batch(batch, batch_idx)
 
     @abstractmethod
-    def _host(self) -> Host:
+    def _training(self) -> TunedTraining:
         """Returns the training that the strategy is in."""
 
     def describe(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class _PlanOfFits(AutoPlan[_TrainersStrategy]):
             self._counter.close()
             self._counter = None
 
-    def _host_with(self, **options: Any) -> Host:
+    def _training_with(self, **options: Any) -> TunedTraining:
         """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
         strategy, trainer = self._strategy, trainer_of(self._strategy)
         times: dict[str, Any]
@@ -196,7 +196,7 @@ class _PlanOfFits(AutoPlan[_TrainersStrategy]):
         else:  # the training step decides how many batches are accumulated
             counter = self._counter = _StepCounter(trainer.optimizers)
             times = {"step": lambda: counter.num_steps, "num_steps_left": lambda: math.inf, "accumulated": None}
-        return Host(
+        return TunedTraining(
             strategy=strategy,
             begin_backward=(strategy, "pre_backward"),
             end_backward=(strategy, "post_backward"),
@@ -210,7 +210,7 @@ class _PlanOfFits(AutoPlan[_TrainersStrategy]):
 class FitPlan(_PlanOfFits[TunedBuckets]):
     """Tunes the fits of a Trainer's strategy with DDP: its buckets and compressors, by predictions."""
 
-    def _host(self) -> Host:
+    def _training(self) -> TunedTraining:
         strategy = self._strategy
 
         def wrapper() -> DistributedDataParallel:
@@ -221,7 +221,7 @@ class FitPlan(_PlanOfFits[TunedBuckets]):
             with strategy.without_init_sync():
                 strategy.apply_plan(plan)
 
-        return self._host_with(
+        return self._training_with(
             parameters=lambda: wrapper().module.named_parameters(),
             buckets=Buckets(wrapper, strategy.sync_observers),
             apply_plan=apply_plan,
@@ -234,12 +234,12 @@ class ShardedFitPlan(_PlanOfFits[TunedStrategy]):
     Nothing is predicted, and averages are not guarded: FSDP2 keeps no gradients that a compressor has not seen.
     """
 
-    def _host(self) -> Host:
+    def _training(self) -> TunedTraining:
         strategy = self._strategy
         assert self._base is not None
         assert self._options is not None
         assert strategy.model is not None
-        return self._host_with(
+        return self._training_with(
             parameters=strategy.model.named_parameters,
             tries=[self._base.replaced(comm_hook=hook) for hook in self._options.lossy],
             apply_plan=strategy.apply_plan,

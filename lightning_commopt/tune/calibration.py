@@ -22,8 +22,8 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.ddp.observed import before_backward
-from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
+from lightning_commopt.tune.training import TunedTraining
 
 NUM_STEPS = 6
 """Steps that a calibration observes: `_NUM_SETTLING_STEPS`, and three whose median counts."""
@@ -59,27 +59,27 @@ class Calibration:
     """Records the steps of this rank while it exists: phases, buckets, and when each gradient is ready.
 
     Args:
-        host: the training, where a step begins. If its plan has no comm hook, the model must be wrapped again while
-            the calibration observes it, see `attach`.
+        training: the training, in which a step begins now. If its plan has no comm hook, the model must be wrapped
+            again while the calibration observes it, see `GradientSync.attach`.
         options: the compressors to measure.
         limit_s: seconds in which to measure those that are not in use.
     """
 
-    def __init__(self, host: Host, options: TuneOptions, limit_s: float) -> None:
-        assert host.buckets is not None
-        self._buckets, self._strategy = host.buckets, host.strategy
+    def __init__(self, training: TunedTraining, options: TuneOptions, limit_s: float) -> None:
+        assert training.buckets is not None
+        self._buckets, self._strategy = training.buckets, training.strategy
         self._options = options
         self._limit_s = limit_s
         self.not_measured: list[Compressor] = []
         device = self._strategy.root_device
         self._recorder = StepRecorder(clock_for(device))
-        parameters = host.buckets.model().module.named_parameters()
+        parameters = training.buckets.model().module.named_parameters()
         self._times = GradientTimes(parameters, device, self._strategy.num_processes)
         self._step = 0
         self._buckets.observers.add(self._recorder)
         self._undo = [
-            wrap_method(*host.begin_backward, self._before_backward),
-            wrap_method(*host.end_backward, self._after_backward),
+            wrap_method(*training.begin_backward, self._before_backward),
+            wrap_method(*training.end_backward, self._after_backward),
         ]
 
     def begin_batch(self, *, is_new_step: bool) -> None:

@@ -16,8 +16,8 @@ from lightning_commopt.sync.ddp.modules import ModuleSyncs, SyncedModule
 from lightning_commopt.sync.strategies import BucketedStrategy
 from lightning_commopt.text.validation import warn
 from lightning_commopt.tune.auto_plan import AutoPlan
-from lightning_commopt.tune.host import Buckets, Host
 from lightning_commopt.tune.options import TuneOptions
+from lightning_commopt.tune.training import Buckets, TunedTraining
 
 ApplyPlan = Callable[[CommPlan, Sequence[GradientSync]], None]
 
@@ -93,7 +93,7 @@ class LoopPlan(AutoPlan[BucketedStrategy]):
         self.end_fit(lambda plan: self._apply_plan(plan, [module.sync for module in trained]))
         self.start_fit()
 
-    def _host(self) -> Host:
+    def _training(self) -> TunedTraining:
         assert self._tuned is not None
         tuned, strategy = self._tuned, self._strategy
 
@@ -105,7 +105,7 @@ class LoopPlan(AutoPlan[BucketedStrategy]):
             with strategy.without_init_sync():
                 self._apply_plan(plan, [tuned.sync])
 
-        return Host(
+        return TunedTraining(
             strategy=strategy,
             parameters=lambda: model().module.named_parameters(),
             buckets=Buckets(model, strategy.sync_observers),

@@ -19,10 +19,10 @@ from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist, unpredicted
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
-from lightning_commopt.tune.host import Host, load_choice, save_choice
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.step_timer import StepTimer
+from lightning_commopt.tune.training import TunedTraining, load_choice, save_choice
 from lightning_commopt.tune.verdict import History, text_to_log
 
 _ROW = 128
@@ -38,7 +38,7 @@ class Tuner:
 
     Args:
         group: gloo group of all ranks that only this tuner uses.
-        host: training on several ranks, in which a step begins now.
+        training: training on several ranks, in which a step begins now.
         options: what may be chosen.
         base: the user's plan.
         resumed: a plan that was chosen before, and that the strategy has; None to search.
@@ -56,7 +56,7 @@ class Tuner:
     def __init__(
         self,
         group: BorrowedGroups,
-        host: Host,
+        training: TunedTraining,
         options: TuneOptions,
         base: Plan,
         resumed: Plan | None,
@@ -64,7 +64,7 @@ class Tuner:
         *,
         tells_verdict: bool = True,
     ) -> None:
-        self._host, self._strategy = host, host.strategy
+        self._training, self._strategy = training, training.strategy
         self._tells_verdict = tells_verdict
         self._options = options
         self.plans = [base]
@@ -78,16 +78,16 @@ class Tuner:
         self.director: Director | None = None
         self.last_logged = ""
         self.history = History()
-        fit = host.describe(base) if self._strategy.global_rank == 0 else None
+        fit = training.describe(base) if self._strategy.global_rank == 0 else None
         known = None if fit is None or resumed is not None else load_choice(fit, options, base)
         self._fit, self._saved = fit, known
         self._share_plans([] if known is None else [known])
         if resumed is not None:
             self.plans.append(resumed)
-        measured = {*filter(None, (base.comm_hook, *options.lossy))} if host.buckets is not None else set()
+        measured = {*filter(None, (base.comm_hook, *options.lossy))} if training.buckets is not None else set()
         if self._strategy.global_rank == 0:
             self.director = Director(
-                host.num_steps_left(),
+                training.num_steps_left(),
                 arm=self._arm,
                 has_known=known is not None,
                 max_regret=max_regret,
@@ -95,10 +95,10 @@ class Tuner:
                 num_settling_steps=3 if getattr(base, "static_graph", None) else 2,
                 measuring_s=MEASURING_S * len(measured),
             )
-        self._undo = [wrap_method(*host.end_backward, self._end_backward)]
-        self._undo += [wrap_method(*pause, self._exclude) for pause in host.pauses]
-        self._undo += [wrap_method(*end, self._end_fit) for end in host.end]
-        self._undo += [wrap_method(*forward, self._add_inputs) for forward in host.forwards]
+        self._undo = [wrap_method(*training.end_backward, self._end_backward)]
+        self._undo += [wrap_method(*pause, self._exclude) for pause in training.pauses]
+        self._undo += [wrap_method(*end, self._end_fit) for end in training.end]
+        self._undo += [wrap_method(*forward, self._add_inputs) for forward in training.forwards]
         self._decide()
 
     @property
@@ -113,7 +113,7 @@ class Tuner:
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Ends the previous step, if the batch begins a new one; then changes the plan if that is due."""
-        step = self._host.step()
+        step = self._training.step()
         is_new = step != self._step
         if is_new and self._step >= 0:
             if batch_idx == 0:
@@ -150,7 +150,7 @@ class Tuner:
 
     def _guard_plan(self, plan: Plan | None) -> None:
         """Guards the averages of a lossy plan that was chosen; None to stop."""
-        buckets = self._host.buckets
+        buckets = self._training.buckets
         is_lossy = plan is not None and plan.is_lossy and buckets is not None
         if self._guard is not None and not is_lossy:
             self._guard.close()
@@ -242,19 +242,19 @@ class Tuner:
     def _change_to(self, arm: int, measuring_limit_s: float) -> None:
         self._arm = arm
         plan = self.plans[max(0, arm)]
-        buckets = self._host.buckets
+        buckets = self._training.buckets
         is_observable = plan.comm_hook is not None or buckets is None or bool(buckets.observers)
         if arm == CALIBRATE and buckets is not None:
-            self._calibration = Calibration(self._host, self._options, measuring_limit_s)
+            self._calibration = Calibration(self._training, self._options, measuring_limit_s)
         # DDP's own average must be wrapped to be observed, and back.
         if plan != self._strategy.plan or not is_observable:
-            self._host.apply_plan(plan)
+            self._training.apply_plan(plan)
 
     def _list_tries(self) -> None:
         """Makes the plans to try the candidates, if nothing can be predicted."""
         if self.director is not None:
-            self.director.shortlist = unpredicted(self.plans[0], self._host.tries)
-        self._share_plans(self._host.tries)
+            self.director.shortlist = unpredicted(self.plans[0], self._training.tries)
+        self._share_plans(self._training.tries)
 
     def _end_calibration(self, calibration: Calibration) -> None:
         """Measures compressors, and has rank 0 choose the candidates."""

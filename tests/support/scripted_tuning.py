@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.predict import Candidate, Prediction
-from lightning_commopt.tune import host as host_module
+from lightning_commopt.tune import training as training_module
 from lightning_commopt.tune import tuner as tuner_module
 from lightning_commopt.tune.calibration import Shortlist
 from lightning_commopt.tune.director import Director
-from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.step_timer import StepTimer
+from lightning_commopt.tune.training import TunedTraining
 from lightning_commopt.tune.tuner import Tuner
 from support.quick_costs import quick_costs
 
@@ -44,11 +44,11 @@ def scripted(
     steps: list[Any] = []
     predict = tuner_module.shortlist
     init, direct, measure = Tuner.__init__, Director.__init__, StepTimer.take
-    hosts: list[Host] = []
+    trainings: list[TunedTraining] = []
 
-    def begin(tuner: Tuner, group: Any, host: Host, *args: Any, **options: Any) -> None:
-        hosts.append(host)
-        init(tuner, group, host, *args, **options)
+    def begin(tuner: Tuner, group: Any, training: TunedTraining, *args: Any, **options: Any) -> None:
+        trainings.append(training)
+        init(tuner, group, training, *args, **options)
 
     def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
         real = predict(basis, options)
@@ -61,13 +61,13 @@ def scripted(
         return Shortlist(base, tuple(others), {"int8": 0.31})
 
     def take(timer: StepTimer) -> list[float]:
-        plan, num_steps = hosts[-1].strategy.plan, len(measure(timer))
+        plan, num_steps = trainings[-1].strategy.plan, len(measure(timer))
         steps.extend([plan] * num_steps)
         return [candidates.get(plan, 1.0) * BASE_S] * num_steps
 
     with (
         TemporaryDirectory() as new,
-        patch.object(host_module, "_folder", lambda: Path(folder or new)),
+        patch.object(training_module, "_folder", lambda: Path(folder or new)),
         patch.object(Tuner, "__init__", begin),
         patch.object(Director, "__init__", lambda director, _, **options: direct(director, num_steps, **options)),
         patch.object(tuner_module, "shortlist", shortlist),

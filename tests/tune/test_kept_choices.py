@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_commopt import CommPlan
-from lightning_commopt.tune import auto_plan, host
+from lightning_commopt.tune import auto_plan, training
 from lightning_commopt.tune.auto_plan import FitPlan
-from lightning_commopt.tune.host import load_choice, save_choice
 from lightning_commopt.tune.options import TuneOptions
+from lightning_commopt.tune.training import load_choice, save_choice
 
 _BASE, _CHOSEN = CommPlan(), CommPlan(bucket_cap_mb=2.0)
 _OPTIONS = TuneOptions(lossy=())
@@ -45,7 +45,7 @@ def test_what_others_may_have_planted_is_not_tried(place: str, folder: Path, mon
     else:
         (file if place == "file" else folder).chmod(0o777)
     warned: list[str] = []
-    monkeypatch.setattr(host, "warn_once", warned.append)
+    monkeypatch.setattr(training, "warn_once", warned.append)
     assert load_choice(_FIT, _OPTIONS, _BASE) is None
     assert str(folder) in warned[0]
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_imports_nothing(text: object, tmp_path: Path, monkeypatch:
 
 def test_choices_do_not_grow_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a home fills up with plans of models that nobody trains any more."""
-    monkeypatch.setattr(host, "_MAX_CHOICES", 3)
+    monkeypatch.setattr(training, "_MAX_CHOICES", 3)
     for number in range(5):
         save_choice({"number": number}, _CHOSEN)
         newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)

@@ -1,4 +1,4 @@
-"""Host: the training that a tuner runs in, a fit of a Trainer or a loop in Fabric; and plans that earlier ones chose.
+"""TunedTraining: a fit of a Trainer or a loop in Fabric, as its tuner sees it; and plans that earlier ones chose.
 
 The chosen plan is kept in a file for each kind of training on this machine.
 """
@@ -51,7 +51,7 @@ class Buckets(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class TunedTraining:
     """What a tuner may see and call of the training that it tunes.
 
     Attributes:
@@ -114,7 +114,7 @@ class Host:
 def load_choice(fit: dict[str, Any], options: TuneOptions, base: Plan) -> Plan | None:
     """Returns the plan that was chosen for such a fit, if this one may choose it; a damaged file counts as no choice.
 
-    ``fit`` is what `Host.describe` returned.
+    ``fit`` is what `TunedTraining.describe` returned.
     """
     try:
         with PrivateFolder(_folder()) as folder:
