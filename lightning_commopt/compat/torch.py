@@ -113,6 +113,12 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def call_after_all_reduces(callback: Callable[[], None]) -> None:
+    """Calls a function when the backward that is running has ended and DDP has waited for its all-reduces."""
+    # DDP waits in a callback after backward, too. A callback that is queued by a callback runs after that.
+    call_after_backward(lambda: call_after_backward(callback))
+
+
 def add_step_hook(optimizer: object, hook: Callable[..., None]) -> RemovableHandle | None:
     """Calls a function after every step of an optimizer, until the handle is removed.
 

@@ -1,4 +1,4 @@
-"""Medians of a few repetitions with their confidence intervals, without numpy."""
+"""Medians with their confidence intervals or their spread, without numpy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import comb
 from typing import NamedTuple
 
 CONFIDENCE = 0.95  # confidence level of all intervals; tables and docs call them "95 %"
+_BLOCK = 10  # steps: few enough that a run has several blocks
 
 
 class Median(NamedTuple):
@@ -39,6 +40,11 @@ def median_of(values: Sequence[float]) -> Median:
     low = (1 - weight) * ordered[skipped] + weight * ordered[skipped + 1]
     high = (1 - weight) * ordered[-1 - skipped] + weight * ordered[-2 - skipped]
     return Median(statistics.median(ordered), low, high)
+
+
+def block_medians(step_values: Sequence[float]) -> list[float]:
+    """Returns the medians of every ten steps: a prediction is a median of many steps, and this is what it varies by."""
+    return [statistics.median(step_values[start : start + _BLOCK]) for start in range(0, len(step_values), _BLOCK)]
 
 
 @cache

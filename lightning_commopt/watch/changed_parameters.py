@@ -53,10 +53,12 @@ class ChangedParameters:
         if not poll(lambda: self._have_all_arrived(key, names), self._timeout_s):
             raise _error(names, f"on another rank nothing within {self._timeout_s:g} s")
 
-    def find_waiting_rank(self, place: Place, is_in_batch: bool) -> None:
-        """Notifies ranks that wait for this one, if it has begun their batch without a change.
+    def notify_waiting_ranks(self, place: Place, is_in_batch: bool) -> None:
+        """Notifies ranks that wait in `agree` if this rank, whose parameters did not change, is past their place.
 
-        This rank has begun the batch at ``place``; ``is_in_batch`` if parameters can no longer change before it.
+        Args:
+            place: of the batch that this rank has begun last, or is about to begin.
+            is_in_batch: whether that batch has begun, so that parameters can no longer change before it.
         """
         if not self._store.check(["waits"]):
             return

@@ -109,9 +109,9 @@ class EpochEnds:
             # A rank that has continued may find that there is no next batch, but not in a collective, or skip it, too.
             is_skipped = reason == SKIPPED
             is_certain = is_training if is_skipped else is_in_collective
-            goes_on = not epoch.has_left and epoch.num_ended >= number and is_certain
-            if rank != self._rank and (own > number + is_skipped or goes_on):
-                self._store.set(f"{epoch.run}/goes_on", json.dumps([self._rank, own]))
+            continues = not epoch.has_left and epoch.num_ended >= number and is_certain
+            if rank != self._rank and (own > number + is_skipped or continues):
+                self._store.set(f"{epoch.run}/continues", json.dumps([self._rank, own]))
                 return early_end_message((rank, number), (self._rank, own), epoch.number, reason)
         return None
 
@@ -145,8 +145,8 @@ class EpochEnds:
         self._check_peers()
         if self._store.check([f"{epoch.run}/all"]):
             return True
-        if self._store.check([f"{epoch.run}/goes_on"]):
-            rank, number = json.loads(self._store.get(f"{epoch.run}/goes_on"))
+        if self._store.check([f"{epoch.run}/continues"]):
+            rank, number = json.loads(self._store.get(f"{epoch.run}/continues"))
             own = self._rank, epoch.num_ended
             raise UnevenBatchesError(early_end_message(own, (rank, number), epoch.number, epoch.reason))
         return False

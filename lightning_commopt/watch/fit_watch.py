@@ -173,7 +173,7 @@ class FitWatch:
     def _reason_to_end(self, position: tuple[int, int, int]) -> str | None:
         """Returns why this stalled rank waits for one that cannot come; None if it does not, or if that is unknown."""
         place = _place(position), batch_is_open(self._trainer)
-        self._peers.query_store(lambda: self._changes.find_waiting_rank(*place), None)
+        self._peers.query_store(lambda: self._changes.notify_waiting_ranks(*place), None)
         self._find_early_rank()
         failure = self._peers.failure()
         if failure is None and self._launcher not in (None, os.getppid()):

@@ -36,12 +36,12 @@ def test_ranks_that_change_together_go_on() -> None:
     first, second = _ranks()
     for number in (1, 2, 7):
         thread, ends = _start(first, (1, number), ["a", "b"])
-        second.find_waiting_rank((1, number - 1), is_in_batch=True)
-        second.find_waiting_rank((1, number), is_in_batch=False)
+        second.notify_waiting_ranks((1, number - 1), is_in_batch=True)
+        second.notify_waiting_ranks((1, number), is_in_batch=False)
         second.agree((1, number), ["a", "b"])
         thread.join()
         assert ends == ["agreed"]
-        second.find_waiting_rank((1, number), is_in_batch=True)
+        second.notify_waiting_ranks((1, number), is_in_batch=True)
 
 
 def test_other_parameters_on_another_rank() -> None:
@@ -61,5 +61,5 @@ def test_a_rank_that_has_passed_is_named(place: tuple[int, int]) -> None:
     thread, ends = _start(waiting, (1, 3), ["a"])
     while thread.is_alive():
         thread.join(0.01)
-        passing.find_waiting_rank(place, is_in_batch=True)
+        passing.notify_waiting_ranks(place, is_in_batch=True)
     assert "a on this rank, but nothing on rank 1" in ends[0]

@@ -13,12 +13,10 @@ from lightning_commopt.cost.fsdp2.links import Load, ShardLinks
 from lightning_commopt.cost.fsdp2.predict import num_reducing, on_streams
 from lightning_commopt.cost.fsdp2.workload import Exposure, ShardedWorkload, Unit
 from lightning_commopt.cost.shared_core import competing_threads
+from lightning_commopt.measure.median import block_medians
 from lightning_commopt.measure.operations import exposed_s
 from lightning_commopt.measure.record import StepRecord, covered_s
 from lightning_commopt.plan.sharded import ShardedPlan
-
-_BLOCK = 10
-"""A prediction is a median of many steps, so its spread is that of medians of this many, as for the link of DDP."""
 
 
 def basis_of_fit(
@@ -58,7 +56,7 @@ def basis_of_fit(
     if not steps or not batches:
         raise ValueError("too few steps for a prediction: train for more steps")
     times_s = [record.totals.step_s for record in steps]
-    blocks_s = [median(times_s[start : start + _BLOCK]) for start in range(0, len(times_s), _BLOCK)]
+    blocks_s = block_medians(times_s)
     num_batches = max(1, round(median(sum(phase.name == "backward" for phase in record.phases) for record in steps)))
     work = ShardedWorkload(
         units=tuple(units),

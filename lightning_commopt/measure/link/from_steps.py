@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_commopt.measure.link.link import TYPICAL_HOP_S, Link
-from lightning_commopt.measure.median import CONFIDENCE
+from lightning_commopt.measure.median import CONFIDENCE, block_medians
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import grouped
 
@@ -43,10 +43,6 @@ limit as the ratio approaches 1."""
 _MAX_SHARED = 0.05
 """Buckets count as sent one after another if at most this share of their time on the wire belongs to two of them. It is
 a judgement: times of messages are then wrong by about this share."""
-
-_BLOCK = 10
-"""The spread is computed from medians of this many steps, because a prediction is a median of many steps. A run has
-several such medians."""
 
 
 class Message(NamedTuple):
@@ -176,7 +172,7 @@ def fit_link(
     if not known:
         return None
     line = _fit_line(known) if hop_s is None else _line_with(hop_s, known)
-    ratios = sorted(_block_medians([line.ratio(messages) for messages in messages_of if messages]))
+    ratios = sorted(block_medians([line.ratio(messages) for messages in messages_of if messages]))
     tail = int((1 - CONFIDENCE) / 2 * len(ratios))
     sizes_bytes = sorted({num_bytes for _, num_bytes in known})
     size_range = " to ".join(f"{size / 1e6:.3g}" for size in sorted({sizes_bytes[0], sizes_bytes[-1]}))
@@ -238,8 +234,3 @@ def _line_with(hop_s: float, times_of: Times) -> _Line:
     num_bytes = sum(num * size for num, _, size, _ in counted)
     hop_s = min(hop_s, all_s / num_hops / 2)
     return _Line(hop_s, (all_s - num_hops * hop_s) / num_bytes, False)
-
-
-def _block_medians(values: Sequence[float]) -> list[float]:
-    """Returns medians of `_BLOCK` values each."""
-    return [median(values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.torch import call_after_backward
+from lightning_commopt.compat.torch import call_after_all_reduces
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.sync.checkpoint import gather_state, read_state, states_of_modules
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
@@ -78,9 +78,7 @@ class SyncedModule:
             if not self.is_running:
                 self.is_running = True
                 self.begin()
-                # DDP waits for its all-reduces in a callback after backward. A callback that is queued by a callback
-                # runs after that.
-                call_after_backward(lambda: call_after_backward(self._finish))
+                call_after_all_reduces(self._finish)
 
         def register(output: Tensor) -> Tensor:
             if output.requires_grad:

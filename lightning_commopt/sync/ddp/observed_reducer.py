@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.collectives import has_collective_hooks, listen
 from lightning_commopt.compat.torch import (
     bucket_parameters,
-    call_after_backward,
+    call_after_all_reduces,
     first_bucket_parameters,
     has_bucket_limits,
     is_in_backward,
@@ -81,9 +81,7 @@ class ObservedReducer:
         if bucket.is_last:
             self._next = None
             with suppress(RuntimeError):  # a static graph's first all-reduces may come after their backward
-                # DDP waits for its all-reduces in a callback after backward. A callback that is queued by a callback
-                # runs after that.
-                call_after_backward(lambda: call_after_backward(self._end))
+                call_after_all_reduces(self._end)
         sync = self._observers.ready(bucket)
         sync.note(START)
         sync.note(SEND)
