@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_commopt.compat.lightning import batches_that_stepped, num_steps_of
 from lightning_commopt.compat.torch import add_step_hook
+from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan, OptionError, Plan
@@ -176,12 +177,36 @@ class _PlanOfFits(AutoPlan[_TrainersStrategy]):
     """Tunes the fits of a Trainer's strategy."""
 
     _counter: _StepCounter | None = None
+    _unwrap: Callable[[], None] | None = None
+    _has_trained = False
+
+    def start_fit(self, *, is_fit: bool = True) -> None:
+        super().start_fit(is_fit=is_fit)
+        if self._is_due:
+            self._unwrap = wrap_method(self._strategy, "on_train_end", self._end_training)
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        if self._has_trained:
+            # LearningRateFinder has trained for some steps, and this batch belongs to the fit itself.
+            self.end_fit()
+            self.start_fit()
+        super().begin_batch(batch, batch_idx)
 
     def end_fit(self, keep: Callable[[Any], None] | None = None) -> None:
         super().end_fit(keep)
+        self._has_trained = False
+        if self._unwrap is not None:
+            self._unwrap()
+            self._unwrap = None
         if self._counter is not None:
             self._counter.close()
             self._counter = None
+
+    def _end_training(self, inner: Callable[..., None], *args: Any) -> None:
+        self._has_trained = True
+        if self._tuner is not None:
+            self._tuner.return_group()
+        inner(*args)
 
     def _training_with(self, **options: Any) -> TunedTraining:
         """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
@@ -201,7 +226,6 @@ class _PlanOfFits(AutoPlan[_TrainersStrategy]):
             begin_backward=(strategy, "pre_backward"),
             end_backward=(strategy, "post_backward"),
             pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],
-            end=[(strategy, "on_train_end")],
             **times,
             **options,
         )

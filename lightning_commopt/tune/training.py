@@ -67,7 +67,6 @@ class TunedTraining:
         end_backward: method that is called after the same backwards, when gradients are averaged.
         forwards: method that is called with the inputs of every forward; without it the tuner gets batches.
         pauses: methods; steps in which one of these is called do not count.
-        end: method that is called on all ranks when the training ends.
     """
 
     strategy: PlannedStrategy
@@ -82,7 +81,6 @@ class TunedTraining:
     end_backward: Method
     forwards: Sequence[Method] = ()
     pauses: Sequence[Method]
-    end: Sequence[Method] = ()
 
     def describe(self, base: Plan) -> dict[str, Any] | None:
         """Returns a description of the training to which a choice applies: model, ranks, devices, versions, the plan.

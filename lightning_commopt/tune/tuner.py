@@ -97,7 +97,6 @@ class Tuner:
             )
         self._undo = [wrap_method(*training.end_backward, self._end_backward)]
         self._undo += [wrap_method(*pause, self._exclude) for pause in training.pauses]
-        self._undo += [wrap_method(*end, self._end_fit) for end in training.end]
         self._undo += [wrap_method(*forward, self._add_inputs) for forward in training.forwards]
         self._decide()
 
@@ -170,10 +169,6 @@ class Tuner:
     def _add_inputs(self, inner: Callable[..., None], inputs: Any) -> None:
         self._timer.add_batch(inputs)
         inner(inputs)
-
-    def _end_fit(self, inner: Callable[..., None], *args: Any) -> None:
-        self.return_group()
-        inner(*args)
 
     def _end_visit(self) -> None:
         seconds, ended_s = self._timer.take(), time.perf_counter()

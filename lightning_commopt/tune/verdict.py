@@ -114,7 +114,7 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
         return f"{own}. No {'allowed plan' if helps else 'plan'} is predicted to be faster{'' if helps else _HIDDEN}."
     if not director.searches:
         if director.status == "resumed":
-            return f"The plan of the checkpoint stays: {plans[director.chosen].name}."
+            return f"The plan that was chosen before stays: {plans[director.chosen].name}."
         return f"{own}. The fit ended within the search."
     result, arm = director.searches[-1], director.chosen
     if not arm:

@@ -18,8 +18,9 @@ from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.tune import auto_plan
 from lightning_commopt.tune import tuner as tuner_module
+from lightning_commopt.tune.director import Director
 from support.cross_section import sampled
-from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer
+from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer, callbacks
 from support.scripted_tuning import scripted
 from support.strategy_models import Gan, Manual, Params, Tiny, Unused, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
@@ -293,6 +294,29 @@ def _fit_beside_others() -> list[tuple[float, bool]]:
 def test_candidates_are_predicted_for_the_core_that_other_programs_leave() -> None:
     """If it fails, where ranks share cores layouts are tried whose buckets compete for them."""
     assert run_ranks(_fit_beside_others) == [[(2.0, True)], []]
+
+
+class _Rated(Tiny):
+    lr = 0.1
+
+
+def _lengths_with_rate_finder(folder: str) -> list[float]:
+    lengths: list[float] = []
+
+    def direct(num_steps: float, **options: Any) -> Director:
+        lengths.append(num_steps)
+        return Director(num_steps, **options)
+
+    finder = callbacks.LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
+    with patch.object(tuner_module, "Director", direct):
+        options: dict[str, Any] = {"callbacks": [finder], "default_root_dir": folder, "enable_checkpointing": True}
+        trainer(CommOptDDP(plan="auto"), max_epochs=2, **options).fit(_Rated(), loader())
+    return lengths
+
+
+def test_the_fit_after_a_learning_rate_finder_is_tuned(tmp_path: Path) -> None:
+    """If it fails, a fit with a LearningRateFinder never searches, and says that it has only the finder's steps."""
+    assert run_ranks(_lengths_with_rate_finder, str(tmp_path)) == [[3, 6], []]
 
 
 def _fit_alone() -> dict[str, Any]:
