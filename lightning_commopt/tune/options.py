@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from lightning_commopt.compressors.configs import compressor_from_config, sharded_from_config
 from lightning_commopt.plan import OptionError, Plan
 from lightning_commopt.plan.base import option_errors
+from lightning_commopt.plan.sharded import check_available
 
 AUTO, NEVER = "auto", "never"
 _Plan = TypeVar("_Plan", bound=Plan)
@@ -77,6 +78,7 @@ class TuneOptions:
                 "plan='auto' has nothing to choose: for sharded models it chooses among lossy compressors only. List"
                 " those it may choose, such as lossy=['bf16', 'int8']"
             )
+        check_available("plan='auto'")
         return cls(lossy=allowed)
 
     def fits(self, plan: Plan, base: Plan) -> bool:

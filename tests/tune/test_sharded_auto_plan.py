@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lightning_commopt import CommOptModelParallel, OptionError, shard
 from lightning_commopt.callbacks import RunRecorder
+from lightning_commopt.plan import sharded
 from lightning_commopt.plan.sharded import ShardedPlan
 from support.scripted_tuning import scripted
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
@@ -101,6 +102,13 @@ def test_values(options: dict[str, Any], message: str) -> None:
     """If it fails, a search that can choose nothing is begun, or an option is ignored."""
     with pytest.raises(OptionError, match=message):
         CommOptModelParallel(**options)
+
+
+def test_a_torch_whose_fsdp2_takes_no_compressor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, torch 2.8 is found to be too old only when the fit has started on all ranks."""
+    monkeypatch.setattr(sharded, "FSDPModule", object)
+    with pytest.raises(OptionError, match=r"^plan='auto' of CommOptModelParallel needs torch >= 2\.9"):
+        CommOptModelParallel(plan="auto", lossy=["int8"])
 
 
 class _Whole(Tiny):
