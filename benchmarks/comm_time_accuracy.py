@@ -14,7 +14,6 @@ python benchmarks/comm_time_accuracy.py --output benchmarks/results/comm_time_ac
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -29,16 +28,15 @@ import torch.distributed as dist
 from command_line import need_lab
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from results_file import write_result
+from rank_results import print_result, run_in_lab
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.launch.lab import NetLab
 
-RESULT = "RESULT "
 SLOWER = 1.1
 PLANS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -214,15 +212,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     result = exposed_trials(arguments) if arguments.worker == "exposed" else straggler_trials(arguments)
     if os.environ["RANK"] == "0":
-        print(RESULT + json.dumps(result), flush=True)
+        print_result(result)
 
 
 def measure(part: str, rate: str, arguments: argparse.Namespace) -> Any:
     """Runs the ranks of one part in a lab of their own."""
-    with NetLab(arguments.num_hosts, rate) as lab:
-        command = [sys.executable, __file__, "--worker", part, *sys.argv[1:]]
-        output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
-    return json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    words = [__file__, "--worker", part, *sys.argv[1:]]
+    return run_in_lab(arguments.num_hosts, rate, words, arguments.timeout_s)
 
 
 def exposed_summary(trials: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -296,8 +292,7 @@ def main() -> None:
         result["stragglers"] = {"summary": straggler_summary(trials), "trials": trials}
         print(result["stragglers"]["summary"])
     if arguments.output:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
-        write_result(arguments.output, {"settings": settings, **result}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments), **result}, load)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ torchrun's ranks on one GPU need --share-gpu: each pretends to be a host of its 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from results_file import write_result
+from rank_results import print_result, run_command, torchrun
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from small_gpt import train_gpt
@@ -31,7 +31,6 @@ from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.record import StepRecord, covered_s
 
-RESULT = "RESULT "
 NUM_WARMUP_STEPS = 10
 Interval = tuple[float, float]
 
@@ -107,7 +106,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 "exposed_s": sum(record.totals.exposed_s for record in records),
             }
             profiled = from_trace(events, arguments.device, len(records[-1].buckets))
-        print(RESULT + json.dumps({"ours": ours, "profiler": profiled, "num_steps": len(records)}), flush=True)
+        print_result({"ours": ours, "profiler": profiled, "num_steps": len(records)})
 
 
 def from_trace(events: list[dict[str, Any]], device: str, num_buckets: int) -> dict[str, float]:
@@ -209,17 +208,11 @@ def main() -> None:
         run_rank(arguments)
         return
     load = os.getloadavg()[0]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.num_ranks)]
-    command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
-    turns = []
-    for _ in range(arguments.num_turns):
-        output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-        line = next(line for line in output.splitlines() if line.startswith(RESULT))
-        turns.append(json.loads(line.removeprefix(RESULT)))
+    command = torchrun(arguments.num_ranks, __file__, "--worker", *sys.argv[1:])
+    turns = [run_command(command) for _ in range(arguments.num_turns)]
     print_table(turns)
     if arguments.output:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
-        write_result(arguments.output, {"settings": settings, "turns": turns}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments), "turns": turns}, load)
 
 
 if __name__ == "__main__":

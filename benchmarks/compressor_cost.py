@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from gpu_models import SIZES, VisionTransformer
-from results_file import median_with_interval, write_result
+from results_file import median_with_interval, settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -284,8 +284,7 @@ def main() -> None:
     dist.destroy_process_group()
     print_table(rows)
     if arguments.output:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "plans")}
-        write_result(arguments.output, {"settings": settings, "hooks": rows}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments, "plans"), "hooks": rows}, load)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,14 @@ import torch
 from command_line import positive
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from quality import interval_of_mean
-from results_file import origin_of, write_result
+from rank_results import print_result, printed_results, torchrun
+from results_file import origin_of, settings_of, write_result
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.callbacks import OuterMomentum
 from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
-RESULT = "RESULT "
 BASELINE = "DDP"
 TAUS = (1, 2, 5, 10)
 PLANS: dict[str, dict[str, Any]] = {
@@ -126,7 +126,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
             name, arguments.worker, arguments.num_ranks, arguments.num_steps, arguments.batch_size, arguments.task
         )
         if os.environ["RANK"] == "0":
-            print(RESULT + json.dumps({"plan": name, "seed": arguments.worker, **run}), flush=True)
+            print_result({"plan": name, "seed": arguments.worker, **run})
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
@@ -138,18 +138,16 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     if arguments.ddp_from and {*seeds} != {run["seed"] for run in runs}:
         sys.exit(f"--ddp-from must have DDP's runs of all seeds from {seeds.start} to {seeds.stop - 1}")
     for seed in seeds:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_ranks}"]
         words = ["--worker", str(seed), "--num-ranks", str(arguments.num_ranks)]
         words += ["--num-steps", str(arguments.num_steps), "--batch-size", str(arguments.batch_size)]
         words += ["--task", arguments.task, "--plans", *arguments.plans]
         words += ["--ddp-from", *map(str, arguments.ddp_from)] if arguments.ddp_from else []
-        command = [sys.executable, *launcher, __file__, *words]
+        command = torchrun(arguments.num_ranks, __file__, *words)
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(RESULT):
-                    runs.append(json.loads(line.removeprefix(RESULT)))
-                    yield runs
+            for run in printed_results(process.stdout):
+                runs.append(run)
+                yield runs
         if process.returncode:
             sys.exit(f"the ranks of seed {seed} failed: {shown(command)}")
 
@@ -226,7 +224,7 @@ def main() -> None:
         run_rank(arguments)
         return
     load = os.getloadavg()[0]
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker", "ddp_from")}
+    settings = settings_of(arguments, "ddp_from")
     rows: dict[str, dict[str, Any]] = {}
     for runs in measure(arguments):
         rows = summary(runs)

@@ -12,7 +12,6 @@ python benchmarks/diloco_link.py --model vit_l_32 --rates 100mbit --plans none d
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -26,7 +25,8 @@ import numpy as np
 import torch
 from command_line import link_rate, need_lab, positive
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from results_file import write_result
+from rank_results import print_result, printed_results
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -38,7 +38,6 @@ from two_hosts import vit_tiny
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.launch.lab import NetLab, RankError
 
-RESULT = "RESULT "
 NO_EXCHANGE = "none"
 DDP_PLANS: dict[str, dict[str, Any]] = {"ddp": {}, "int4": {"comm_hook": "int4"}}
 DILOCO_PLANS: dict[str, dict[str, Any]] = {
@@ -118,13 +117,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         "steps_s": steps_s,
         "cpus_s": cpu_s,
     }
-    print(RESULT + json.dumps(result), flush=True)
-
-
-def result_of(output: str) -> dict[str, Any]:
-    """Returns the result in what a rank has printed."""
-    line = next(line for line in output.splitlines() if line.startswith(RESULT))
-    return dict(json.loads(line.removeprefix(RESULT)))
+    print_result(result)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
@@ -142,7 +135,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
                     except RankError as error:
                         print(f"{name} at {rate}: {error}", file=sys.stderr, flush=True)
                         continue
-                ranks = [result_of(output) for output in outputs]
+                ranks = [next(printed_results(output.splitlines())) for output in outputs]
                 step_s, cpu_s = max(rank["step_s"] for rank in ranks), np.mean([rank["cpu_s"] for rank in ranks])
                 run = {"turn": turn, "rate": rate, "plan": name, "step_s": step_s, "cpu_s": float(cpu_s)}
                 runs.append({**run, "ranks": ranks})
@@ -204,11 +197,10 @@ def main() -> None:
         return
     need_lab()
     load, rows = os.getloadavg()[0], list[dict[str, Any]]()
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
     for runs in measure(arguments):
         rows = summary(runs)
         if arguments.output:
-            write_result(arguments.output, {"settings": settings, "summary": rows, "runs": runs}, load)
+            write_result(arguments.output, {"settings": settings_of(arguments), "summary": rows, "runs": runs}, load)
     print_table(rows, f"{arguments.model}, two hosts, sync_every={arguments.sync_every}")
 
 

@@ -18,9 +18,7 @@ torchrun's ranks on one GPU need --share-gpu: each pretends to be a host of its 
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +35,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import ModelParallelStrategy
-from results_file import median_with_interval, write_result
+from rank_results import print_result, run_command, torchrun
+from results_file import median_with_interval, settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from small_gpt import train_gpt
@@ -50,7 +49,6 @@ from lightning_commopt.measure.observer import SyncObserver
 from lightning_commopt.sync.ddp.observed import ObservedAllReduce, observe, stop_observing
 from lightning_commopt.sync.ddp.observed_reducer import _IssuedBucket
 
-RESULT = "RESULT "
 NEVER = 10**9
 BASELINE = "off"
 OURS = (BASELINE, "off, again", "all three callbacks", "CommTimeMonitor", "HangMonitor", "NVTXRanges")
@@ -277,7 +275,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     if arguments.num_sharded_layers:
         result["sharded_host_s"] = time_host(arguments, arguments.num_host_steps // 5, arguments.num_sharded_layers)
     if rank == 0:
-        print(RESULT + json.dumps(result), flush=True)
+        print_result(result)
 
 
 def summary(turns: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
@@ -327,10 +325,7 @@ def main() -> None:
         run_rank(arguments)
         return
     load = os.getloadavg()[0]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.num_ranks)]
-    command = [sys.executable, *launcher, __file__, "--worker", *sys.argv[1:]]
-    output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-    result = json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    result = run_command(torchrun(arguments.num_ranks, __file__, "--worker", *sys.argv[1:]))
     rows = {part: summary(result[part]) for part in ("ours", "ours_processor", "peers")}
     for part, of_part in rows.items():
         print_table(of_part, f"{part}: added to each step")
@@ -338,8 +333,7 @@ def main() -> None:
         spent_us = {label: round(1e6 * seconds) for label, seconds in result.get(part, {}).items()}
         print(f"{part}: processor time, us a step:", spent_us)
     if arguments.output:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
-        write_result(arguments.output, {"settings": settings, "summary": rows, **result}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments), "summary": rows, **result}, load)
 
 
 if __name__ == "__main__":

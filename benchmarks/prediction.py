@@ -22,7 +22,8 @@ from statistics import fmean, median
 from typing import Any
 
 from command_line import need_lab
-from results_file import write_result
+from rank_results import run_in_lab
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -31,11 +32,9 @@ from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.compressor_cost import CompressorCost
 from lightning_commopt.cost.shared_core import Interrupts
 from lightning_commopt.cost.workload import Gradient
-from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import StepRecord
 
-RESULT = "RESULT "
 QUIET = (0.03, 0.1)
 """Noise of plans that are shown apart: the error of what was hardly disturbed."""
 
@@ -57,10 +56,8 @@ def run_job(arguments: argparse.Namespace, model: str, rate: str, num_hosts: int
     """Trains under all plans in one lab; returns what each rank recorded."""
     settings = {"model": model, "plans": plans()[: arguments.num_plans]}
     settings |= {"budget_s": arguments.budget_s, "num_turns": arguments.num_turns, "base": arguments.base}
-    command = [sys.executable, str(Path(__file__).with_name("prediction_job.py")), json.dumps(settings)]
-    with NetLab(num_hosts, None if rate == "unlimited" else rate) as lab:
-        output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
-    return json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    words = [str(Path(__file__).with_name("prediction_job.py")), json.dumps(settings)]
+    return run_in_lab(num_hosts, rate, words, arguments.timeout_s)
 
 
 def all_turns(ranks: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
@@ -248,8 +245,7 @@ def main() -> None:
     rows = compare(jobs, arguments.base)
     print_tables(rows, shows_plans=arguments.show_plans)
     if arguments.output:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "raw")}
-        write_result(arguments.output, {"settings": settings, "rows": rows}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments, "raw"), "rows": rows}, load)
 
 
 if __name__ == "__main__":

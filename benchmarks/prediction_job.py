@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gpu_models import IMAGE_SIZE, NUM_CLASSES, SIZES, VisionTransformer
+from rank_results import print_result
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,6 @@ from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook, unwrap
 from lightning_commopt.sync.ddp.observed import before_backward, observe_all_reduce
 
-RESULT = "RESULT "
 _TIMEOUT = timedelta(minutes=10)
 _NUM_WARMUP_STEPS = 3
 _MIN_STEPS, _MAX_STEPS = 3, 20  # of a turn
@@ -134,7 +134,7 @@ def main() -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if os.environ["RANK"] == "0":
-        print(RESULT + json.dumps(everyone), flush=True)
+        print_result(everyone)
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from results_file import write_result
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -53,7 +53,7 @@ def run_fits(settings: dict[str, Any], link: str, timeout_s: float) -> None:
     """Runs all fits of one model on one link."""
     command = [sys.executable, str(Path(__file__).with_name("prediction_matrix_job.py")), json.dumps(settings)]
     if link != SHARED:
-        with NetLab(2, None if link == "unlimited" else link) as lab:
+        with NetLab(2, link) as lab:
             lab.run(command, pin_to_cores=True, timeout_s=timeout_s)
         return
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
@@ -199,7 +199,7 @@ def main() -> None:
     if elsewhere:
         print_tables(elsewhere, "on another link")
     if arguments.output:
-        known = {key: value for key, value in vars(arguments).items() if key not in ("output", "folder")}
+        known = settings_of(arguments, "folder")
         write_result(arguments.output, {"settings": known, "rows": rows, "elsewhere": elsewhere}, load)
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from batch_model import BatchModel
+from lightning.pytorch import Trainer
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchvision.models import VisionTransformer
 
 from lightning_commopt import CommOptDDP
@@ -26,23 +25,6 @@ def make_model(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         return nn.Sequential(*layers[:-1]), torch.randn(64, 784), torch.randint(0, 10, (64,))
     vit = VisionTransformer(image_size=224, patch_size=32, num_layers=4, num_heads=4, hidden_dim=256, mlp_dim=1024)
     return vit, torch.randn(4, 3, 224, 224), torch.randint(0, 1000, (4,))
-
-
-class _Model(LightningModule):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model, self.inputs, self.labels = make_model(name)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self.model(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        samples = TensorDataset(self.inputs, self.labels)
-        return DataLoader(samples, len(samples), sampler=RandomSampler(samples, replacement=True, num_samples=10**7))
 
 
 def main() -> None:
@@ -61,9 +43,10 @@ def main() -> None:
         for name, hook in settings["hooks"].items():
             folder = Path(settings["folder"]) / f"{name}_{turn}"
             strategy = CommOptDDP(comm_hook=hook)
-            Trainer(strategy=strategy, callbacks=[CommTimeMonitor(dirpath=folder)], **options).fit(
-                _Model(settings["model"])
-            )
+            torch.manual_seed(0)
+            model = BatchModel(*make_model(settings["model"]))
+            trainer = Trainer(strategy=strategy, callbacks=[CommTimeMonitor(dirpath=folder)], **options)
+            trainer.fit(model, model.loader(settings["num_steps"]))
 
 
 if __name__ == "__main__":

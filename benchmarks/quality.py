@@ -15,7 +15,6 @@ python benchmarks/quality.py --tasks gpt --rate 10mbit --delay-ms 50 --hooks non
 """
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -31,7 +30,8 @@ import torch
 from command_line import need_lab, positive
 from delayed_link import delayed_link
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from results_file import write_result
+from rank_results import print_result, printed_results
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +40,6 @@ from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
-RESULT = "RESULT "
 BASELINE = "none"
 HOOKS: dict[str, Any] = {
     BASELINE: None,
@@ -185,7 +184,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
             num_steps = arguments.num_steps or TASKS[task]["num_steps"]
             run = train(task, name, arguments.worker, arguments.num_hosts, num_steps)
             if os.environ["RANK"] == "0":
-                print(RESULT + json.dumps({"task": task, "hook": name, "seed": arguments.worker, **run}), flush=True)
+                print_result({"task": task, "hook": name, "seed": arguments.worker, **run})
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
@@ -202,9 +201,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
             words += ["--num-steps", str(arguments.num_steps)] if arguments.num_steps else []
             command = [sys.executable, __file__, *words, "--hooks", *arguments.hooks]
             output = lab.run(command, environment=environment, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
-        lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
-        runs += [json.loads(line) for line in lines]
-        print(f"seed {seed}: {len(lines)} runs", flush=True)
+        of_seed = list(printed_results(output.splitlines()))
+        runs += of_seed
+        print(f"seed {seed}: {len(of_seed)} runs", flush=True)
         yield runs
 
 
@@ -309,7 +308,7 @@ def main() -> None:
     if BASELINE not in arguments.hooks:
         parser.error(f"--hooks must hold {BASELINE!r}, to compare with")
     load = os.getloadavg()[0]
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
+    settings = settings_of(arguments)
     for runs in measure(arguments):
         rows = {task: summary(runs, task) for task in arguments.tasks}
         if arguments.output:

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, Trainer
 from ray.train import RunConfig, ScalingConfig
 from ray.train.lightning import RayLightningEnvironment, prepare_trainer
 from ray.train.torch import TorchTrainer
-from results_file import write_result
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from two_hosts import device_sent_bytes
@@ -176,9 +176,7 @@ def main() -> None:
             print(f"turn {number + 1} of {arguments.num_repeats}, {way}: {turns[way][-1]}", flush=True)
     print_table(turns, arguments)
     if arguments.output:
-        hidden = ("output", "worker", "result")
-        settings = {key: value for key, value in vars(arguments).items() if key not in hidden}
-        write_result(arguments.output, {"settings": settings, "turns": turns}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments, "result"), "turns": turns}, load)
 
 
 if __name__ == "__main__":

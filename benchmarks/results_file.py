@@ -1,5 +1,6 @@
 """What every result file says of where it comes from."""
 
+import argparse
 import os
 import shlex
 import sys
@@ -34,6 +35,11 @@ def origin_of(path: Path, load_at_start: float) -> dict[str, Any]:
         "platform": info["platform"],
         "versions": info["versions"],
     }
+
+
+def settings_of(arguments: argparse.Namespace, *left_out: str) -> dict[str, Any]:
+    """Returns what was measured: the options, except those for files, for ranks and those named in ``left_out``."""
+    return {key: value for key, value in vars(arguments).items() if key not in ("output", "worker", *left_out)}
 
 
 def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> None:

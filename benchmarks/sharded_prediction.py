@@ -24,7 +24,7 @@ from statistics import fmean, median
 from typing import Any
 
 from command_line import need_lab
-from results_file import write_result
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -167,15 +167,14 @@ def main() -> None:
                 settings |= {"learned_from": LEARNED_FROM, "num_block_steps": _NUM_BLOCK_STEPS}
                 settings |= {name: getattr(arguments, name) for name in names}
                 if not folder.exists():
-                    with NetLab(2, None if link == "unlimited" else link) as lab:
+                    with NetLab(2, link) as lab:
                         command = [sys.executable, job, json.dumps(settings)]
                         lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)
                     print(f"{model}, {link}: done", file=sys.stderr, flush=True)
                 rows += rows_of(folder, {"model": model, "link": link}, arguments.num_turns)
     print_tables(rows)
     if arguments.output:
-        known = {key: value for key, value in vars(arguments).items() if key not in ("output", "folder")}
-        write_result(arguments.output, {"settings": known, "rows": rows}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments, "folder"), "rows": rows}, load)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from batch_model import BatchModel
+from lightning.pytorch import Callback, Trainer
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_commopt import CommOptModelParallel, shard
 from lightning_commopt.callbacks import CommTimeMonitor
@@ -55,25 +54,15 @@ class _ConvBlock(nn.Sequential):
         super().__init__(first, nn.ReLU(), second, nn.ReLU())
 
 
-class _Model(LightningModule):
+class _Model(BatchModel):
     def __init__(self, name: str, replicated: bool) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model, self.block, self.inputs, self.labels = make_model(name)
+        model, self.block, inputs, labels = make_model(name)
+        super().__init__(model, inputs, labels)
         self.replicated = replicated
 
     def configure_model(self) -> None:
         shard(self, self.device_mesh, blocks=self.block, replicated=self.replicated)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self.model(batch[0]), batch[1].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        samples = TensorDataset(self.inputs, self.labels)
-        return DataLoader(samples, len(samples), sampler=RandomSampler(samples, replacement=True, num_samples=10**7))
 
 
 class _Alternate(Callback):
@@ -103,7 +92,8 @@ def main() -> None:
         monitor = CommTimeMonitor(dirpath=folder / name, num_warmup_steps=5)
         strategy = CommOptModelParallel(2, 1, plan=plan)
         trainer = Trainer(strategy=strategy, callbacks=[monitor, *callbacks], max_steps=num_steps, **options)
-        trainer.fit(_Model(settings["model"], settings["replicated"]))
+        model = _Model(settings["model"], settings["replicated"])
+        trainer.fit(model, model.loader(num_steps))
 
     for turn in range(settings["num_turns"]):
         for name in settings["learned_from"]:

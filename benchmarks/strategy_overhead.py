@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,8 @@ import torch
 from command_line import positive
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from results_file import write_result
+from rank_results import print_result, run_command, torchrun
+from results_file import settings_of, write_result
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -126,7 +126,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         for variant in order:
             seconds[variant].append(block_seconds(variant, pair, arguments))
     if rank == 0:
-        print("RESULT " + json.dumps(seconds), flush=True)
+        print_result(seconds)
 
 
 def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -157,15 +157,12 @@ def main() -> None:
         return
     load, results = os.getloadavg()[0], dict[str, Any]()
     for pair in arguments.pairs:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PAIRS[pair])]
-        command = [sys.executable, *(launcher if PAIRS[pair] > 1 else []), __file__, "--pair", pair, *sys.argv[1:]]
-        output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
-        line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-        results[pair] = summary(json.loads(line.removeprefix("RESULT ")))
+        words = [__file__, "--pair", pair, *sys.argv[1:]]
+        command = torchrun(PAIRS[pair], *words) if PAIRS[pair] > 1 else [sys.executable, *words]
+        results[pair] = summary(run_command(command))
         print(pair, json.dumps(results[pair]), flush=True)
     if arguments.output:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "pair")}
-        write_result(arguments.output, {"settings": settings, **results}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments, "pair"), **results}, load)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from command_line import need_lab
+from rank_results import printed_results
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt.launch.lab import NetLab
 
-RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"
+CHANGE = "CHANGE THE RATE"
 MODELS = ("mlp", "vit", "mobilenet")
 CAPS_MB = (None, 1, 2, 5, 10, 100)
 
@@ -45,8 +46,7 @@ def run_job(
 
         environment = {"XDG_CACHE_HOME": cache}  # no plan that another job has chosen
         output = lab.run(command, pin_to_cores=True, environment=environment, timeout_s=timeout_s, on_output=watch)[0]
-    line = next(line for line in output.splitlines() if line.startswith(RESULT))
-    return json.loads(line.removeprefix(RESULT)) | {
+    return next(printed_results(output.splitlines())) | {
         "num_hosts": num_hosts,
         "rate": rate if then_rate is None else f"{rate}, then {then_rate}",
         "settings": settings,

@@ -8,35 +8,17 @@ import warnings
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from batch_model import BatchModel
+from lightning.pytorch import Callback, Trainer
 from prediction_job import make_model
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from rank_results import print_result
 
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.cost.buckets import buckets_of
 from lightning_commopt.cost.workload import Gradient
 
-RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"
+CHANGE = "CHANGE THE RATE"
 _NUM_SETTLING_STEPS = 2
-
-
-class _Model(LightningModule):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model, self.inputs, self.labels = make_model(name)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return F.cross_entropy(self.model(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-    def loader(self, num_steps: int) -> DataLoader[Any]:
-        samples = TensorDataset(self.inputs, self.labels)
-        sampler = RandomSampler(samples, replacement=True, num_samples=len(samples) * num_steps)
-        return DataLoader(samples, len(samples), sampler=sampler)
 
 
 def _now_s(trainer: Trainer) -> float:
@@ -87,7 +69,7 @@ class _Grid(Callback):
         self._mark = time.perf_counter()
 
 
-def _fit(model: _Model, strategy: CommOptDDP, num_steps: int, callback: Callback, accelerator: str) -> None:
+def _fit(model: BatchModel, strategy: CommOptDDP, num_steps: int, callback: Callback, accelerator: str) -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     quiet["use_distributed_sampler"] = False
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -98,7 +80,8 @@ def _fit(model: _Model, strategy: CommOptDDP, num_steps: int, callback: Callback
 def search(settings: dict[str, Any]) -> dict[str, Any]:
     """Lets a fit find its plan, then times every plan of the grid; returns what this rank found."""
     launched, accelerator = dict(os.environ), settings.get("accelerator", "cpu")
-    model = _Model(settings["model"])
+    torch.manual_seed(0)
+    model = BatchModel(*make_model(settings["model"]))
     tuned = CommOptDDP(plan="auto", lossy=settings["lossy"] or "never")
     stop = _Stop(settings["num_fit_steps"], settings["change_at_step"])
     _fit(model, tuned, settings["num_planned_steps"], stop, accelerator)
@@ -138,7 +121,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     found = search(json.loads(sys.argv[1]))
     if is_first:
-        print(RESULT + json.dumps(found), flush=True)
+        print_result(found)
 
 
 if __name__ == "__main__":

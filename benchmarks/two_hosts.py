@@ -10,7 +10,6 @@ python benchmarks/two_hosts.py --model vit_tiny --num-repeats 1 --plans ddp torc
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -24,7 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from command_line import link_rate, need_lab, positive
-from results_file import write_result
+from rank_results import print_result, run_in_lab
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -34,11 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
-from lightning_commopt.launch.lab import NetLab, RankError
+from lightning_commopt.launch.lab import RankError
 from lightning_commopt.launch.lab.lab import DEVICE
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 
-RESULT = "RESULT "
 GROUP_TIMEOUT = timedelta(minutes=10)
 PERFECT = "no_sync"
 BASELINE = "ddp"
@@ -139,7 +138,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     if contender.uses_ddp:
         dist.destroy_process_group()
     if os.environ["RANK"] == "0":
-        print(RESULT + json.dumps(result), flush=True)
+        print_result(result)
 
 
 def timed_steps(
@@ -184,10 +183,8 @@ def run_turn(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs one job of a plan in a lab of its own; returns what `timed_steps` did on rank 0."""
     numbers = ("batch_size", "num_warmup_steps", "num_steps")
     sizes = [word for key in numbers for word in (f"--{key.replace('_', '-')}", str(getattr(arguments, key)))]
-    with NetLab(arguments.num_hosts if PLANS[name].uses_ddp else 1, arguments.rate) as lab:
-        command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, *sizes]
-        output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
-    return json.loads(next(line for line in output.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+    words = [__file__, "--worker", name, "--model", arguments.model, *sizes]
+    return run_in_lab(arguments.num_hosts if PLANS[name].uses_ddp else 1, arguments.rate, words, arguments.timeout_s)
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -271,10 +268,9 @@ def main() -> None:
         print(f"{arguments.num_hosts} ranks share {num_cores} cores, which adds time that is not the network's")
     load = os.getloadavg()[0]
     plans = measure(arguments)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker", "plans")}
     print_table(plans, f"{arguments.model}, {arguments.num_hosts} hosts, {arguments.rate}")
     if arguments.output:
-        write_result(arguments.output, {"settings": settings, "plans": plans}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments, "plans"), "plans": plans}, load)
     if any("error" in plan for plan in plans.values()):
         sys.exit(1)
 
