@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from command_line import need_lab
-from results_file import write_result
+from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -120,8 +120,7 @@ def main() -> None:
             rows += rows_of(model, fits_of(model, arguments.links, arguments.num_steps, folder))
     print_tables(rows)
     if arguments.output:
-        known = {key: value for key, value in vars(arguments).items() if key not in ("output", "folder")}
-        write_result(arguments.output, {"settings": known, "rows": rows}, load)
+        write_result(arguments.output, {"settings": settings_of(arguments, "folder"), "rows": rows}, load)
 
 
 if __name__ == "__main__":
