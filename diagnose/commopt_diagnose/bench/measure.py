@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -191,6 +192,9 @@ def compute_load(device: torch.device) -> Iterator[None]:
     """Multiplies matrices inside a ``with`` statement, as a training step does while gradients travel.
 
     On CPU they are multiplied by one thread, on CUDA in a stream of their own.
+
+    Raises:
+        RuntimeError: a product failed, so that what was measured is without a load.
     """
     is_cuda = device.type == "cuda"
     side, dtype = (_CUDA_SIDE, torch.bfloat16) if is_cuda else (_CPU_SIDE, torch.float32)
@@ -217,12 +221,12 @@ def compute_load(device: torch.device) -> Iterator[None]:
                     events.pop(0).synchronize()
         stream.synchronize()
 
-    work = keep_stream_busy if is_cuda else multiply
-    thread = threading.Thread(target=work, name="commopt-compute", daemon=True)
-    thread.start()
-    has_begun.wait()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    with ThreadPoolExecutor(1, "commopt-compute") as thread:
+        work = thread.submit(keep_stream_busy if is_cuda else multiply)
+        work.add_done_callback(lambda _: has_begun.set())  # also if it fails, as on a GPU whose memory is full
+        has_begun.wait()
+        try:
+            yield
+        finally:
+            is_over.set()
+        work.result()

@@ -152,3 +152,15 @@ def _alone_and_wrong() -> None:
 def test_a_wrong_element_is_counted_and_a_refused_case_is_a_row() -> None:
     """If it fails, a link that changes bits looks well, or one collective that a backend lacks ends the whole bench."""
     run_ranks(_alone_and_wrong)
+
+
+@pytest.mark.timeout(30)
+def test_a_load_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a bench on a GPU whose memory is full waits forever, or shows times without the load."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+
+    monkeypatch.setattr(torch, "mm", fail)
+    with pytest.raises(RuntimeError, match="ALLOC_FAILED"), measuring.compute_load(torch.device("cpu")):
+        pass
