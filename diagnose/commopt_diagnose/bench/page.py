@@ -34,11 +34,12 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
     model = LinkModel.fit(result) if result.measured else None
     charts = bench_charts(result, model)
     where = result.where
+    ranks = f" on {where['world_size']} ranks" if where.get("world_size") else ""
     between = f", {where['link']} between them" if where.get("link") else ""
     page = render(
         "bench.html",
         package="commopt_diagnose",
-        title=f"Collectives on {where['world_size']} ranks{between}",
+        title=f"Collectives{ranks}{between}",
         answers=[*payoffs(result), *against_link(result)],
         charts=charts,
         rows=[(row.case.label, _cells(row)) for row in sorted(result.rows, key=lambda row: row.case.label)],

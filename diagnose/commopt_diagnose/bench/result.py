@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +11,7 @@ from typing import Any
 
 from lightning_commopt.measure.link.bus import bus_factor
 from lightning_commopt.measure.median import Median, median_of
-from lightning_commopt.measure.plain import from_plain, load_json, parse_json, write_rows
+from lightning_commopt.measure.plain import from_plain, load_json, parse_json, write_json, write_rows
 from lightning_commopt.text.formatting import grouped
 
 FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
@@ -128,7 +127,8 @@ class BenchResult:
         }
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_plain(), indent=2) + "\n", encoding="utf-8")
+        """Writes the result as JSON, atomically."""
+        write_json(path, self.to_plain())
 
     @classmethod
     def load(cls, path: Path) -> BenchResult:

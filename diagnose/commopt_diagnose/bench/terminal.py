@@ -19,6 +19,8 @@ _TIMES = "  {:>10}  {:>6}  {:>7}  {:>7}  {:>6}"
 _PLACES = {"out": "out of place", "in": "in place"}
 _PEERS = "copies between GPUs, GB/s (row: from, column: to)"
 _MISSING = ["-"] * 5
+_CONDITIONS = {"world_size", "num_nodes", "devices", "num_cores", "backend", "versions", "started_at", "seconds"}
+_CONDITIONS |= {"load_at_start", "load_at_end"}
 
 
 def print_bench(result: BenchResult, console: Console) -> None:
@@ -48,7 +50,7 @@ def _parts(result: BenchResult) -> Iterator[tuple[list[str], list[TextTable]]]:
 def where_lines(result: BenchResult) -> list[str]:
     """Returns the conditions of a result."""
     lines = condition_lines(result.where)
-    if "run" not in result.where:
+    if "num_repetitions" in result.settings:  # not of a run
         repetitions = count(result.settings["num_repetitions"], "repetition")
         lines[-1] += f"; {repetitions}, interleaved: medians with their interval"
     return lines
@@ -58,7 +60,7 @@ def condition_lines(where: Mapping[str, Any]) -> list[str]:
     """Returns ``where`` of a result or a link model in words."""
     if "run" in where:
         return [f"run {where['run']}: buckets of {count(where['world_size'], 'rank')}, up to step {where['last_step']}"]
-    if "num_nodes" not in where:
+    if not where.keys() >= _CONDITIONS:
         return ["measured under conditions that the file does not contain"]
     ranks = f"{count(where['world_size'], 'rank')} on {count(where['num_nodes'], 'host')}"
     link = f", {where['link']} between them (network lab)" if where.get("link") else ""

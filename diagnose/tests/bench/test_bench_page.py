@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -81,3 +82,15 @@ def test_the_page_draws_itself_and_asks_nobody(tmp_path: Path) -> None:
                 assert (page.complaints, page.requests) == ([], [])
                 assert page.page.locator(".plot > svg").count() >= 6
                 assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+@pytest.mark.parametrize("known_conditions", [(), ("world_size", "num_nodes", "backend")])
+def test_a_result_without_its_conditions_is_shown(known_conditions: tuple[str, ...], tmp_path: Path) -> None:
+    """If it fails, a file that a program has shortened ends in a traceback."""
+    result = _everything()
+    where = {name: result.where[name] for name in known_conditions}
+    result = dataclasses.replace(result, where=where, settings={})
+    write_bench_page(result, tmp_path / "bench.html")
+    text = (tmp_path / "bench.html").read_text(encoding="utf-8")
+    assert "measured under conditions that the file does not contain" in text
+    assert ("Collectives on 2\N{NO-BREAK SPACE}ranks" in text) == bool(known_conditions)
