@@ -183,6 +183,7 @@ def _unquoted(value: Any) -> Value:
 def _saved_config(output_dir: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
         config = OmegaConf.load(output_dir / ".hydra" / "config.yaml")
@@ -190,6 +191,6 @@ def _saved_config(output_dir: Path) -> dict[str, Any]:
             plain = OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException:  # some values resolve only within the application
             plain = OmegaConf.to_container(config, resolve=False)
-    except (OSError, ValueError):
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
         return {}
     return {str(name): value for name, value in plain.items()} if isinstance(plain, dict) else {}

@@ -14,6 +14,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_commopt.launch.hydra_command import quote
@@ -170,11 +171,14 @@ def find_changed_keys(job: Job) -> list[str]:
     """Returns the dotted keys in which the configuration of the run in a job's folder differs; empty without a run."""
     path = job.folder / CONFIG_FILE
     try:
-        before = flat(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+        before = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError:
         return []
-    except (YAMLError, OSError):
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError):
+        before = None
+    if not isinstance(before, dict):  # the file was cut off, or is another program's
         return [CONFIG_FILE]
+    before = flat(before)  # type: ignore[arg-type]
     current = flat(OmegaConf.to_container(OmegaConf.create(job.config_yaml)))  # type: ignore[arg-type]
     in_both = before.keys() & current.keys()
     return [name for name in {**current, **before} if name not in in_both or before[name] != current[name]]

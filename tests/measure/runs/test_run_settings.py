@@ -87,5 +87,8 @@ def test_a_job_of_hydra_has_what_hydra_saved_of_it(last, tmp_path):
     assert settings.values["seed"] == 3
     assert settings.values["again"] == (3 if last == "seed: 3" else "${seed}")
     assert settings.values["data"] == HydraConfig.get().runtime.choices["data"]
+    for cut in ("a: [", "a: ${", "[1]"):
+        (tmp_path / ".hydra" / "config.yaml").write_text(cut)
+        assert hydra_settings(tmp_path).values["seed"] == 3  # from the override
     (tmp_path / ".hydra" / "config.yaml").unlink()
-    assert hydra_settings(tmp_path).values["seed"] == 3  # from the override
+    assert hydra_settings(tmp_path).values["seed"] == 3
