@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 _NUM_BACKWARDS = 10  # only a few backwards are timed, because hooks on every parameter slow them down
-NUM_STEPS = 100  # enough steps to estimate a spread; the buckets of more would cost memory
+_NUM_STEPS = 100  # enough steps to estimate a spread; the buckets of more would cost memory
 MAX_PROBE_BYTES = 2**26  # larger messages take the same time per byte
 
 # Time by which ranks may end the fit later than rank 0, for example after a slow callback. If one takes longer, the
@@ -40,19 +40,33 @@ MAX_PROBE_BYTES = 2**26  # larger messages take the same time per byte
 _PATIENCE_S = 5.0
 
 
-class PredictionRecorder:
+class KeepsSteps:
+    """Keeps the last steps with the plan in use."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRecord] = deque(maxlen=_NUM_STEPS)
+
+    def add(self, steps: Sequence[StepRecord], *, is_changed: bool) -> None:
+        """Adds steps from the recorder; if the plan has changed among them, drops them and all earlier ones instead."""
+        if is_changed:
+            self._steps.clear()
+        else:
+            self._steps.extend(steps)
+
+
+class PredictionRecorder(KeepsSteps):
     """Times the gradients of ten backwards after the warm-up, on rank 0, and keeps the last steps.
 
     All ranks must have one, because `conclude` probes the link between them.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
+        super().__init__()
         self._strategy = trainer.strategy
         self._num_ranks, self._num_ranks_on_host = trainer.world_size, trainer.num_devices
         self._module = module
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
-        self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
         is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
         self._is_ddp = is_ddp and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)
         # If this is true, no further gradients are timed, and `enter` need not be called.
@@ -76,13 +90,6 @@ class PredictionRecorder:
             self.close()
         else:
             self._times.begin_backward()
-
-    def add(self, steps: Sequence[StepRecord], *, is_changed: bool) -> None:
-        """Adds steps from the recorder; if the plan has changed among them, drops them and all earlier ones instead."""
-        if is_changed:
-            self._steps.clear()
-        else:
-            self._steps.extend(steps)
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.callbacks.prediction import MAX_PROBE_BYTES, NUM_STEPS, PredictionRecorder, can_probe, publish
+from lightning_commopt.callbacks.prediction import MAX_PROBE_BYTES, KeepsSteps, PredictionRecorder, can_probe, publish
 from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.callbacks.unit_calls import UnitCalls
 from lightning_commopt.compat.fsdp import units_of
@@ -24,7 +23,6 @@ from lightning_commopt.cost.fsdp2.workload import Payload, Unit
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.from_steps import SentStep
-from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.plan import OptionError
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.base import plan_of
@@ -39,7 +37,7 @@ _NUM_BATCHES = 50
 """Number of batches whose collectives are timed: enough for medians, while the calls of more would cost memory."""
 
 
-class ShardedPredictionRecorder:
+class ShardedPredictionRecorder(KeepsSteps):
     """Times the calls of FSDP2's comm objects in 50 batches after the warm-up, on all ranks, and keeps the last steps.
 
     All ranks must have one, because `conclude` compares their times and probes the link between them. It does nothing
@@ -47,11 +45,11 @@ class ShardedPredictionRecorder:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
+        super().__init__()
         self._strategy, self._num_ranks_on_host = trainer.strategy, trainer.num_devices
         self._device = trainer.strategy.root_device
         self._num_left = num_warmup_backwards
         self._plan = self._plan_in_use()
-        self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
         self._calls: UnitCalls | None = None
         self._times = GradientTimes((), self._device, self._num_ranks_on_host)
         self._columns = self._columns_of_units()
@@ -85,13 +83,6 @@ class ShardedPredictionRecorder:
             self._times.begin_forward()
             if len(self._calls.batches) == _NUM_BATCHES:
                 self._calls.close()
-
-    def add(self, steps: Sequence[StepRecord], *, is_changed: bool) -> None:
-        """Adds steps from the recorder; if the plan has changed among them, drops them and all earlier ones instead."""
-        if is_changed:
-            self._steps.clear()
-        else:
-            self._steps.extend(steps)
 
     def close(self) -> None:
         """Restores the units' own comm objects."""
