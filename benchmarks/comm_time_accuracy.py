@@ -33,6 +33,7 @@ from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from small_gpt import train_gpt
+from torch_hooks import keep
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
@@ -137,13 +138,6 @@ def fit(
         callbacks=[comm_time, *others],
     )
     return collected.windows
-
-
-def keep(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Gives DDP its own gradients back."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def exposed_trials(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:

@@ -29,6 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch_hooks import done
 
 from lightning_commopt.compressors import Layout, compressor_from_config
 from lightning_commopt.compressors.channel import Channel, Pending
@@ -135,13 +136,6 @@ def our_hook(config: Any, world_size: int) -> Hook:
             return done(flat)
 
     return reduce
-
-
-def done(result: Tensor) -> torch.futures.Future[Tensor]:
-    """Returns a future that has its result."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
-    future.set_result(result)
-    return future
 
 
 class Matrices(nn.Module):

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,10 +26,9 @@ import torch.distributed as dist
 from command_line import positive
 from gpu_models import IMAGE_SIZE, NUM_CLASSES, SIZES, VisionTransformer
 from gpu_ranks import begin_case, emit, left_s
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch_hooks import register_bf16, register_no_sync, register_powersgd
 
 from lightning_commopt import CommPlan
 from lightning_commopt.measure.runs.machine import PeakMemory
@@ -61,27 +61,6 @@ class Contender:
     share: float = 1.0
 
 
-def register_no_sync(model: DistributedDataParallel) -> None:
-    """Registers a hook that is done at once: what the ranks would take if their link cost nothing."""
-
-    def keep(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        flat = bucket.buffer()
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        future.set_result(flat)
-        return future
-
-    model.register_comm_hook(None, keep)
-
-
-def register_bf16(model: DistributedDataParallel) -> None:
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-
-
-def register_powersgd(model: DistributedDataParallel) -> None:
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
 BASELINE = "ddp"
 _QUICK: dict[str, Any] = {"static_graph": True, "gradient_as_bucket_view": True}
 _LARGE: dict[str, Any] = {**_QUICK, "bucket_cap_mb": 100}
@@ -94,7 +73,11 @@ PLANS: dict[str, Contender] = {
     "int8": Contender(name="ours, int8", options={**_LARGE, "comm_hook": "int8"}, share=0.3),
     "int4": Contender(name="ours, int4", options={**_LARGE, "comm_hook": "int4"}, share=0.2),
     "torch_powersgd": Contender(
-        name="torch's PowerSGD of rank 4", options=_LARGE, hook=register_powersgd, num_warm_up=3, share=0.2
+        name="torch's PowerSGD of rank 4",
+        options=_LARGE,
+        hook=partial(register_powersgd, matrix_rank=4),
+        num_warm_up=3,
+        share=0.2,
     ),
     "powersgd": Contender(name="ours, PowerSGD of rank 4", options={**_LARGE, "comm_hook": _POWERSGD}, share=0.1),
     "alternating": Contender(

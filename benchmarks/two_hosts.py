@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from results_file import settings_of, write_result
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch_hooks import register_bf16, register_no_sync, register_powersgd
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
@@ -58,29 +59,6 @@ class Contender:
     uses_ddp: bool = True
 
 
-def register_bf16(model: DistributedDataParallel) -> None:
-    """Registers torch's own hook that casts to bfloat16."""
-    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-
-
-def register_powersgd(model: DistributedDataParallel) -> None:
-    """Registers torch's own PowerSGD, with as little to send as it can."""
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-def register_no_sync(model: DistributedDataParallel) -> None:
-    """Registers a hook that is done at once: what the ranks would take if their link cost nothing."""
-    model.register_comm_hook(None, keep)
-
-
-def keep(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Gives DDP its own gradients back."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 QUICK = {"static_graph": True, "gradient_as_bucket_view": True}
 COMM_HOOKS: dict[str, Any] = {
     "bf16": "bf16",
@@ -98,7 +76,7 @@ PLANS: dict[str, Contender] = {
     PERFECT: Contender(options=QUICK, hook=register_no_sync),
     BASELINE: Contender(),
     "torch_bf16": Contender(hook=register_bf16),
-    "torch_powersgd_rank1": Contender(options={"bucket_cap_mb": 2000}, hook=register_powersgd),
+    "torch_powersgd_rank1": Contender(options={"bucket_cap_mb": 2000}, hook=partial(register_powersgd, matrix_rank=1)),
     "commopt_static_view": Contender(options=QUICK),
     **{
         f"commopt_{name}_{bucket_mb}mb": Contender(options={**QUICK, "comm_hook": hook, "bucket_cap_mb": bucket_mb})
