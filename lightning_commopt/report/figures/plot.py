@@ -79,13 +79,16 @@ class Plot:
         return " ".join(f"{across:.0f},{down:.0f}" for across, down in places)
 
 
-def linear_axis(values: Iterable[float], *, from_zero: bool = False, ends: tuple[float, float] | None = None) -> Axis:
+def linear_axis(
+    values: Iterable[float], *, from_zero: bool = False, ends: tuple[float, float] | None = None, unit: str = ""
+) -> Axis:
     """Returns an axis around finite values, with at most six ticks at round numbers.
 
     Args:
         values: what must lie on it; may be empty if there are ``ends``.
         from_zero: whether it reaches down to zero.
         ends: its lowest and highest value; None for some margin around the values.
+        unit: is written behind the number of each tick.
     """
     if ends is None:
         known = [*values, *([0.0] if from_zero else [])]
@@ -98,7 +101,7 @@ def linear_axis(values: Iterable[float], *, from_zero: bool = False, ends: tuple
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    ticks = tuple((number * step, f"{number * step:,.{decimals}f}") for number in range(first, last + 1))
+    ticks = tuple((number * step, f"{number * step:,.{decimals}f}{unit}") for number in range(first, last + 1))
     return Axis(low=low, high=high, ticks=ticks)
 
 
