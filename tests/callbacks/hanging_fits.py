@@ -16,11 +16,9 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor
-from lightning_commopt.compat.sigterm import broadcasts_sigterm
 from support.lightnings import Callback, DDPStrategy
 from support.strategy_models import Tiny, loader, trainer
 
-HAS_SIGTERM_BROADCAST = broadcasts_sigterm(trainer("auto"))
 AFTER_S = 1.0
 LONG_END_AFTER_S = 0.5
 LIMIT_S = 120.0

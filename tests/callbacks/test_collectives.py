@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hanging_fits import HAS_SIGTERM_BROADCAST
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -27,7 +26,7 @@ from lightning_commopt.measure.trace import write_trace
 from support.collectives import needs_hooks
 from support.cross_section import sampled
 from support.known import known
-from support.lightnings import Callback, DDPStrategy
+from support.lightnings import Callback, DDPStrategy, needs_sigterm_broadcast
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 
@@ -203,7 +202,7 @@ def _fit_without_hooks(folder: Path, strategy: str) -> None:
     assert "_broadcast_sigterm_tensor" not in vars(run.fit_loop.epoch_loop)
 
 
-@pytest.mark.skipif(not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM from 2.5.2 on")
+@needs_sigterm_broadcast
 def test_the_broadcast_is_observed_without_hooks_of_torch(tmp_path: Path) -> None:
     """If it fails, with torch before 2.14 the wait for other ranks before a batch is taken for a slow dataloader."""
     for strategy in ("ddp", "every_2_steps"):

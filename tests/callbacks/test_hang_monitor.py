@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hanging_fits import HAS_SIGTERM_BROADCAST, LosingBroadcast, fit_slowly, fit_with_faults
+from hanging_fits import LosingBroadcast, fit_slowly, fit_with_faults
 from torch.torch_version import TorchVersion
 
 from lightning_commopt.callbacks import HangMonitor, hang_monitor
@@ -17,7 +17,7 @@ from lightning_commopt.compat.torch import FLIGHT_RECORDER_ON, flight_records
 from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.marks import BATCH, PHASES, first_of_stage
 from lightning_commopt.watch.hangs.records import read_hang_report
-from support.lightnings import DDPStrategy
+from support.lightnings import DDPStrategy, needs_sigterm_broadcast
 from support.marked_processes import Program
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
@@ -92,7 +92,14 @@ _BLOCKING = "Blocking.on_train_batch_end"
     ("fault", "strategy", "rank", "phase", "wait"),
     [
         ("forward", "diloco", 1, "forward of step 4", "exchange 0 of DiLoCo's fragment 0 (layers.*) of step 4"),
-        ("first_hook", "ddp", 0, f"{_BLOCKING} of step 5", "Lightning's broadcast of SIGTERM before a batch of step 5"),
+        pytest.param(
+            "first_hook",
+            "ddp",
+            0,
+            f"{_BLOCKING} of step 5",
+            "Lightning's broadcast of SIGTERM before a batch of step 5",
+            marks=needs_sigterm_broadcast,
+        ),
         ("window", "ddp", 1, f"{_BLOCKING} of step 6", "a meeting of all ranks of step 6"),
         ("buffers", "ddp", 0, "Holding.on_train_batch_start of step 4", "broadcast"),
     ],
@@ -101,8 +108,6 @@ def test_what_the_other_rank_waits_in_is_named(
     fault: str, strategy: str, rank: int, phase: str, wait: str, tmp_path: Path
 ) -> None:
     """If it fails, a rank that waits in one of these collectives is said to be slow itself, and is never aborted."""
-    if fault == "first_hook" and not HAS_SIGTERM_BROADCAST:
-        pytest.skip("Lightning broadcasts SIGTERM from 2.5.2 on")
     ((report,), _) = run_ranks(fit_with_faults, tmp_path, [(fault, strategy)])
     assert report["ranks"] == [rank]
     assert report["sentence"].startswith(f"rank {rank} is still in {phase}")
@@ -118,7 +123,7 @@ def _lose_broadcast(folder: Path) -> tuple[list[str], int]:
     return [str(one.message) for one in caught if "HangMonitor" in str(one.message)], run.global_step
 
 
-@pytest.mark.skipif(not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM from 2.5.2 on")
+@needs_sigterm_broadcast
 def test_a_broadcast_that_lightning_gives_up_is_reported(tmp_path: Path) -> None:
     """If it fails, Lightning ignores a timeout in its own broadcast, and nobody learns why training breaks later."""
     for messages, num_steps in run_ranks(_lose_broadcast, tmp_path):

@@ -31,7 +31,7 @@ from lightning_commopt.sync.ddp import observed
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
-from support.collectives import needs_hooks, takes_collectives
+from support.collectives import fsdp2_runs_on_cpu, needs_hooks, takes_collectives
 from support.cross_section import sampled
 from support.lightnings import Callback
 from support.strategy_models import Tiny, loader, trainer
@@ -382,6 +382,7 @@ def _fit(folder: Path, options: dict[str, Any], changes: bool) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@fsdp2_runs_on_cpu
 @pytest.mark.parametrize(
     ("options", "changes", "source"),
     [

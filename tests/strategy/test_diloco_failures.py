@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_commopt.strategy.living_collectives import _gather_metrics_over_living
 from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.store import poll
+from support.lightnings import needs_sigterm_broadcast
 from support.patient_ranks import Ranks
 from support.patient_trainers import FROZEN, KILLED, RAISES, STEPS_PER_EPOCH, TERMINATED, Ended, Fit, fit, free_port
 from support.strategy_models import assert_same
@@ -56,6 +57,7 @@ def test_a_fit_goes_on_without_a_dead_rank_and_takes_a_frozen_one_back(tmp_path:
     assert "rank 2, which has left or shown no sign of life for patience_s=3: 2 of 3 ranks continue in " in texts
 
 
+@needs_sigterm_broadcast
 @pytest.mark.parametrize(
     "options",
     [

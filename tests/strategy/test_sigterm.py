@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.sync.checkpoint import KEY
 from support.collectives import counted_collectives, needs_hooks
-from support.lightnings import OnExceptionCheckpoint
+from support.lightnings import OnExceptionCheckpoint, needs_sigterm_broadcast
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
@@ -87,6 +87,7 @@ def _terminate(folder: Path, rank: int, step: int, make_strategy: Callable[[], A
     return type(raised.value).__name__, run.global_step, saved["global_step"]
 
 
+@needs_sigterm_broadcast
 @pytest.mark.parametrize(
     ("rank", "sent_in", "make_strategy", "ends_at"),
     [
@@ -140,6 +141,7 @@ def _queue_again(
     return requests, saved["global_step"], KEY in saved, numbers(model), numbers(without)
 
 
+@needs_sigterm_broadcast
 @pytest.mark.parametrize(
     ("sent_in", "make_strategy", "saved_after"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,6 +16,9 @@ needs_hooks = pytest.mark.skipif(
 )
 takes_collectives = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+fsdp2_runs_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 runs on CPU from torch 2.7 on"
 )
 _HOOK_ID = 4711
 

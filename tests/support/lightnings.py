@@ -5,9 +5,13 @@ LIGHTNING_PACKAGE=pytorch_lightning python -m pytest --all tests/strategy tests/
 
 import os
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+import pytest
+
+from lightning_commopt.compat.hooks import SIGTERM_BROADCAST
 from lightning_commopt.strategy.adapters import ADAPTERS
 
 PACKAGE = os.environ.get("LIGHTNING_PACKAGE", "lightning.pytorch")
@@ -55,8 +59,14 @@ else:
 # Each Trainer looks for callbacks in the metadata of all installed packages: a fifth of the time of a short fit.
 vars(registry)["entry_points"] = cache(entry_points)
 
+HAS_SIGTERM_BROADCAST = hasattr(import_module(f"{PACKAGE}.loops")._TrainingEpochLoop, SIGTERM_BROADCAST)
+needs_sigterm_broadcast = pytest.mark.skipif(
+    not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM between batches from 2.5.2 on"
+)
+
 __all__ = [
     "ADAPTER",
+    "HAS_SIGTERM_BROADCAST",
     "PACKAGE",
     "BaseFinetuning",
     "BoringModel",
@@ -80,5 +90,6 @@ __all__ = [
     "TorchCheckpointIO",
     "Trainer",
     "callbacks",
+    "needs_sigterm_broadcast",
     "seed_everything",
 ]
