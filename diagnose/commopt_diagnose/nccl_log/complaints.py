@@ -41,11 +41,14 @@ class Timeout:
 
     @property
     def num_ranks(self) -> int | None:
-        """The number of ranks that the sizes of a gather or a scatter prove; None for other operations."""
+        """The number of ranks that the sizes of a gather or a scatter prove; None for other operations.
+
+        A gather of a list of tensors may give the size of one tensor twice, which proves nothing.
+        """
         sizes = dict(part.split("=") for part in self.sizes.split(", ") if part.startswith("Numel"))
         numbers = [int(sizes.get(name, "0")) for name in ("NumelIn", "NumelOut")]
         small, large = sorted(numbers)
-        is_known = re.search("ALL_?GATHER|REDUCE_?SCATTER", self.operation) and small > 0 and large % small == 0
+        is_known = re.search("ALL_?GATHER|REDUCE_?SCATTER", self.operation) and 0 < small < large and large % small == 0
         return large // small if is_known else None
 
     @property

@@ -244,10 +244,14 @@ def _may_be_cause(warning: LoggedWarning) -> bool:
 
 def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     """Returns the reason if all ranks that timed out wait in one collective; the log may not have all ranks."""
-    shown = ranks_text({timeout.rank for timeout in timeouts})
     # Ranks are counted in the group where that is another number: which ranks of the job those are is unknown.
     is_part = any(timeout.rank != timeout.rank_in_group for timeout in timeouts)
     ranks = {timeout.rank_in_group if is_part else timeout.rank for timeout in timeouts}
+    if not is_part:
+        # The line of a rank's timeout may be missing, while the next one says in which collective it failed.
+        calls = {timeout.sequence for timeout in timeouts} - {None}
+        ranks |= {last.rank for last in log.progress.values() if last.group == group and last.work in calls}
+    shown = ranks_text({timeout.rank for timeout in timeouts} if is_part else ranks)
     communicators = [] if is_part else log.communicators
     sizes = [*(communicator.num_ranks for communicator in communicators), *(timeout.num_ranks for timeout in timeouts)]
     world_size = max(filter(None, sizes), default=0)

@@ -389,6 +389,11 @@ LOGS: dict[str, list[str]] = {
         "libibverbs: Warning: Driver bnxt_re does not support the kernel ABI of 8 (supports 1 to 1) for device /sys/b",
         BOOTSTRAP,
     ],
+    "libibverbs without its drivers": [
+        "libibverbs: Warning: couldn't open config directory '/opt/net/etc/libibverbs.d'.",
+        "libibverbs: Warning: couldn't load driver 'libvmw_pvrdma-rdmav34.so': cannot open shared object file",
+        BOOTSTRAP,
+    ],
     "torch without kernels for a GPU": [
         "NVIDIA RTX PRO 6000 with CUDA capability sm_120 is not compatible with the current PyTorch installation.",
         "Last error: Cuda failure 'invalid argument'",

@@ -62,6 +62,23 @@ def test_ranks_are_those_of_the_job() -> None:
     assert "all ranks of this log (rank 9) wait" in alone.why
 
 
+def test_equal_sizes_of_a_gather_do_not_count_ranks() -> None:
+    """If it fails, one rank that waits is called all ranks, as a gather of a list shows one tensor's size twice."""
+    line = watchdog(0, 49, "ALLGATHER")
+    assert "NumelIn=8, NumelOut=8" in line
+    assert findings(line)["collective_timeout"].why.startswith("all ranks of this log (rank 0) wait")
+
+
+def test_a_rank_that_failed_in_the_same_collective_waits_too() -> None:
+    """If it fails, a rank whose own timeout is missing counts as one whose collective no line names."""
+    whole, lost = _in_group(8, 8, group="PG ID 1 PG GUID 1"), _in_group(9, 9, group="PG ID 1 PG GUID 1")
+    failed = "[rank9]:[E129 16:38:47.9 ProcessGroupNCCL.cpp:667] [Rank 9] Some NCCL operations have failed\n"
+    timeout = findings(whole, lost.splitlines(keepends=True)[1], failed)["collective_timeout"]
+    assert timeout.why.startswith("all ranks of this log (ranks 8, 9) wait")
+    other = lost.splitlines(keepends=True)[1].replace("id: 49", "id: 50")
+    assert "rank 9 wrote errors of PyTorch too" in findings(whole, other, failed)["collective_timeout"].why
+
+
 def test_what_a_process_prints_as_it_ends_is_no_other_rank() -> None:
     """That line has only the rank in the group."""
     ended = watchdog(1, 49, "_ALLGATHER_BASE", group="PG ID 5 PG GUID 37(TP)").partition("] ")[2]
