@@ -18,7 +18,7 @@ from commopt_diagnose.nccl_log.paths import (
     setting,
     switched_on,
 )
-from lightning_commopt.text.findings import Finding, Severity
+from lightning_commopt.text.findings import Finding, Line, Severity
 from lightning_commopt.text.formatting import list_some
 
 _VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|vmnet|lxc|kube|nodelocal", re.IGNORECASE)
@@ -26,6 +26,7 @@ _PRIVATE = re.compile(r"tun|tap|wl|wg|tailscale|zt|cloudflare", re.IGNORECASE)  
 _LINK_LOCAL = ("fe80", "169.254.")
 # NCCL's own transport, Google's form of it, and both names of HPC-X's plugin (IBext)
 _VERBS = ("IB", "gIB", "NCCL RDMA Plugin")
+_GB10_BUS = "f01000"  # the PCI address 000f:01:00.0, as NCCL prints it
 _TCP = ("Socket", "FastSocket")  # NCCL's own transport, and Google's plugin
 
 
@@ -150,8 +151,18 @@ def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
         what = f"NCCL disabled GPUDirect RDMA for {list_some(dict.fromkeys(disabled))}"
     else:
         return
+    if gb10 := _gb10_line(communicator):
+        yield finding("note", "no_gdr", *without[:1], what=what, why=reason("gdr_gb10", gb10))
+        return
     severity: Severity = "slow" if without or communicator.spans_hosts else "note"
     yield finding(severity, "no_gdr", *without[:1], what=what, why=_gdr_reason(rdma, without, ends))
+
+
+def _gb10_line(communicator: Communicator) -> Line | None:
+    """Returns a line that shows that all known GPUs are of the kind GB10; None if one is not, or none is known."""
+    known = [member for member in communicator.all_members if member.bus_id]
+    is_gb10 = bool(known) and all(member.bus_id.lower() == _GB10_BUS for member in known)
+    return next(filter(None, (line for m in known for line in (m.started, m.finished))), None) if is_gb10 else None
 
 
 def _is_far_allowed(level: Fact | None) -> bool:

@@ -30,6 +30,17 @@ def test_sends_without_gdr_alone() -> None:
     assert findings(text)["no_gdr"].what.startswith("4 of 8 connections")
 
 
+def test_gb10_has_no_gdr_by_design() -> None:
+    """If it fails, each healthy pair of DGX Spark is called slow, with modules to load that do not work there."""
+    job = SampleJob(hosts=["spark-a", "spark-b"], gpus=1, between="NET/IB/0", nics=["rocep1s0f1:1/RoCE"])
+    text = job.mixed().replace("busId 1b000", "busId f01000")
+    found = findings(text)["no_gdr"]
+    assert (found.severity, found.advice) == ("note", "nothing: no module or setting changes it")
+    lines = [line.replace("f01000", "1b000") if " rank 1 " in line else line for line in text.splitlines()]
+    other = findings("\n".join(lines) + "\n")["no_gdr"]
+    assert (other.severity, "GB10" in other.why) == ("slow", False)
+
+
 def test_virtual_interface() -> None:
     text = SOCKETS.mixed().replace("eth0", "docker0")
     assert "node-a offers peers on other hosts the interface docker0" in findings(text)["virtual_interface"].what
