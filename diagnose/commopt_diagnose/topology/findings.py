@@ -10,7 +10,7 @@ from typing import Any
 
 from commopt_diagnose.findings import FindingTexts, worst_first
 from commopt_diagnose.topology.expectations import find_ring, is_switched, nvlink_model
-from commopt_diagnose.topology.machine import KINDS, Machine, cpus_text
+from commopt_diagnose.topology.machine import KINDS, Link, Machine, cpus_text
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.formatting import count, list_some
 
@@ -81,12 +81,14 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
     texts["order"] = " ".join(label.removeprefix("GPU") for label in ring.labels)
     texts["times"] = count(ring.num_worst, "time")
     if ring.worst == "SYS":
-        nodes = {gpu.numa_node for gpu in machine.gpus}
-        hidden = "; the GPUs are on one NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
+        nodes = {gpu.label: gpu.numa_node for gpu in machine.gpus}
+        hidden = "; SYS is also within a NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
         smaller = f"; for small models {len(island)} GPUs without it: CUDA_VISIBLE_DEVICES={numbers}"
         parted = "; with several NUMA nodes on a socket (NPS, SNC), it may stay within one"
-        several = parted if len(nodes - {None}) > _MAX_SOCKETS else ""
-        texts["hidden"] = hidden if len(nodes) == 1 and None not in nodes else several
+        several = parted if len(set(nodes.values()) - {None}) > _MAX_SOCKETS else ""
+        far = [pair for pair in machine.gpu_pairs() if machine.link(*pair) == Link("SYS")]
+        is_hidden = any(nodes[one] == nodes[other] is not None for one, other in far)
+        texts["hidden"] = hidden if is_hidden else several
         yield _finding("slow", "ring_over_sockets", **texts, smaller=smaller if len(island) > 1 else "")
     elif ring.worst != "NV" and any(link.kind == "NV" for link in machine.links.values()):
         yield _finding("slow", "ring_leaves_nvlink", **texts)

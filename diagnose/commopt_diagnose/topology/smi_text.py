@@ -28,6 +28,8 @@ _LEGEND_PIX = re.compile(r"\W*PIX\s*=")
 _LEGEND_NVLINK = re.compile(r"\W*NV#?\s*=")
 _NIC_LEGEND = re.compile(r"\W*NIC Legend")
 _COMMAND = re.compile(r"topo\s+(-mp\b|-m\b|--matrix|-p2p\s+\w+)")
+# One of the two adapters of DGX Spark and other machines with a GB10, which is named after PCI address 0002:01:00.
+_GB10_NIC = re.compile(r"\broceP2p1s0f\d")
 _NO_NIC = re.compile(r"GPU\d+$|\?")
 _AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE|Link Type between|DRM devices|link_type")
 _MARKDOWN = str.maketrans("|*`", "   ")
@@ -185,7 +187,10 @@ def _gpus_of(table: Table, labels: Sequence[str], lines: Sequence[str]) -> Itera
     for line in lines:
         if match := _GPU_NAME.search(line):
             names |= dict.fromkeys(parse_cpus(re.sub(r"\s", "", match[1])), match[2].strip())
-    for label in filter(GPU.fullmatch, labels):
+    gpu_labels = list(filter(GPU.fullmatch, labels))
+    if len(gpu_labels) == 1 and not names and any(map(_GB10_NIC.search, lines)):
+        names = {int(gpu_labels[0][3:]): "NVIDIA GB10"}
+    for label in gpu_labels:
         cpus, node, own_node = _affinity(table, table.rows.get(label), len(labels))
         name = names.get(int(label[3:]))
         # With Grace, a GPU's memory has NUMA nodes too. They follow the first one, which is its CPU's, also where the

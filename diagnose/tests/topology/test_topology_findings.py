@@ -263,6 +263,14 @@ def test_spark(name: str, codes: set[str]) -> None:
     assert {finding.code for finding in find_all(read_smi_text("\n".join(lines), "sent"))} == codes
 
 
+@pytest.mark.parametrize(("nic", "codes"), [("roceP2p1s0f0", set()), ("roceP3p1s0f0", {"far_nic"})])
+def test_spark_without_the_name_of_its_gpu(nic: str, codes: set[str]) -> None:
+    """If it fails, nvidia-smi topo -m alone makes each DGX Spark a machine whose adapters are too far."""
+    lines = ["\tGPU0\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID", "GPU0\t X \tNODE\tNODE\t0-19\t0\t\tN/A"]
+    lines += ["NIC0\tNODE\t X \tNODE", "NIC1\tNODE\tNODE\t X ", "  NIC0: rocep1s0f0", f"  NIC1: {nic}"]
+    assert {finding.code for finding in find_all(read_smi_text("\n".join(lines), "sent"))} == codes
+
+
 def test_grace_blackwell() -> None:
     """If it fails, a GB200 gets the rate of older NVLinks, or GPUDirect RDMA is denied where C2C joins GPU and CPU."""
     gpus = tuple(Gpu(label=f"GPU{index}", name="NVIDIA GB200", is_coherent=True) for index in range(2))
@@ -273,7 +281,7 @@ def test_grace_blackwell() -> None:
 
 
 def test_several_numa_nodes_on_a_socket() -> None:
-    """With NPS4 (AMD) or SNC (Intel), SYS is between NUMA nodes, which may be on one socket."""
+    """With NPS4 (AMD) or SNC (Intel), SYS is between NUMA nodes, which may be on one socket, but not within one."""
     head = "\t".join(["", *(f"GPU{number}" for number in range(4)), "CPU Affinity", "NUMA Affinity"])
     rows = [
         "\t".join(
@@ -281,7 +289,11 @@ def test_several_numa_nodes_on_a_socket() -> None:
         )
         for row in range(4)
     ]
-    for nodes, is_parted in ((range(4), True), ((0, 0, 1, 1), False)):
+    for nodes, is_parted, is_hidden in (
+        (range(4), True, False),
+        ((0, 0, 1, 1), False, True),
+        ((0, 0, 0, 0), False, True),
+    ):
         text = "\n".join([head, *(f"{row}\t{node}" for row, node in zip(rows, nodes, strict=True))])
         (ring,) = [f for f in find_all(read_smi_text(text, "a")) if f.code == "ring_over_sockets"]
-        assert ("NPS" in ring.why) == is_parted
+        assert ("NPS" in ring.why, "may hide the PCIe" in ring.why) == (is_parted, is_hidden)
