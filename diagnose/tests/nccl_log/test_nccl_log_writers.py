@@ -155,3 +155,11 @@ def test_the_rest_of_a_head_is_no_process() -> None:
     [communicator] = read(begun, *lines[1:]).communicators
     assert communicator.count == 1
     assert len(communicator.connections) == 2
+
+
+def test_one_process_does_not_tear_its_own_lines() -> None:
+    """If it fails, the table of nccl-tests, between whose numbers NCCL writes, is taken for another process."""
+    table = f"     8388608       2097152     float     sum      -1{FIRST[0]}"
+    log = read("\n".join([*FIRST, table]) + "\n")
+    assert log.torn
+    assert [finding.code for finding in find_all(log) if finding.code == "torn_lines"] == []
