@@ -13,7 +13,8 @@ from lightning_commopt.text.findings import read_texts
 from lightning_commopt.text.formatting import count
 
 _TEXTS = read_texts(Path(__file__).with_name("expectations.txt"))
-_WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX")
+# GeForce boards, and vGPUs such as A100-40C: NVIDIA's drivers have no P2P over PCIe for them.
+_WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX|\w-\d{1,3}[ABCQ]\b")
 _NVLINK_BY_CAPABILITY: dict[int | None, float] = {60: 20e9, 86: 14e9, 100: 50e9, 103: 50e9, 107: 50e9}
 _MAX_STEPS = 10_000  # bounds the search for a ring
 _MAX_GPUS = 512  # with more GPUs no ring is searched for

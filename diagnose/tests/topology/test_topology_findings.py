@@ -203,6 +203,9 @@ def test_figures_of_a_model() -> None:
         ("NVIDIA GeForce RTX 3090", "NV", "56 GB/s"),
         ("NVIDIA B200", "NV", "200 GB/s"),
         ("NVIDIA L40S", "PHB", "13.5 GB/s"),
+        ("NVIDIA L40S-48Q", "PHB", "copies go through host memory"),
+        ("GRID A100-40C", "NV", "100 GB/s"),
+        ("NVIDIA A100-SXM4-80GB", "PHB", "13.5 GB/s"),
     ):
         expected = expect_between_gpus(Link(kind, 4 if kind == "NV" else 0), Gpu(label="GPU0", name=name))
         assert words == expected if words is None else expected is not None and words in expected.text
