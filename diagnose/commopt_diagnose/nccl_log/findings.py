@@ -125,8 +125,9 @@ def _find_unknown(log: NcclLog, findings: list[Finding]) -> Iterator[Finding]:
     if silent or (log.processes and not log.communicators):
         members = [member for communicator in silent for member in communicator.all_members]
         subject = ranks_of(members) if members else "ranks"
-        no_network = "" if any(p.network for p in log.processes) else ", and which network they use"
-        what = f"unknown: how {subject} talk{'' if subject.startswith('ranks') else 's'}{no_network}"
+        talk, use = ("talk", "they use") if subject.startswith("ranks") else ("talks", "it uses")
+        no_network = "" if any(p.network for p in log.processes) else f", and which network {use}"
+        what = f"unknown: how {subject} {talk}{no_network}"
         yield finding("note", "unknown", what=what, why=reason("no_connections"))
     elif not log.communicators and not findings and not log.choices and not log.inspected.num_records:
         what = f"unknown: how ranks talk{'; the log has only a version' if log.versions else ''}"
