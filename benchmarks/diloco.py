@@ -230,7 +230,7 @@ def main() -> None:
         rows = summary(runs)
         if arguments.output:
             write_result(arguments.output, {"settings": settings, "summary": rows, "runs": runs}, load)
-            origin = origin_of(arguments.output, load)
+            origin = origin_of(load)
             words = f"{origin['hardware']}, {origin['date']}, load average {load:.0f} at the start"
             text = f"{words}: `{origin['command']}`\n\n{table(rows, arguments.num_ranks)}\n"
             arguments.output.with_suffix(".md").write_text(text, encoding="utf-8")

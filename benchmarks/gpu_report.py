@@ -51,7 +51,7 @@ class Report:
     ) -> None:
         self.folder = folder
         self._settings, self._place, self._load, self._start_s = settings, place, load, time.monotonic()
-        self._origin = origin_of(folder, load) | {"driver_version": driver_version()}
+        self._origin = origin_of(load) | {"driver_version": driver_version()}
         gpus = [device["name"] for device in self._origin["devices"] if device["kind"] == "cuda"]
         number = f"{len(gpus)} x " if len(gpus) > 1 else ""
         self.hardware = self._origin["hardware"] if is_dry or not gpus else f"{number}{gpus[0]}"

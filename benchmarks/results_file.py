@@ -15,17 +15,16 @@ from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.record import git_state
 
 
-def origin_of(path: Path, load_at_start: float) -> dict[str, Any]:
+def origin_of(load_at_start: float) -> dict[str, Any]:
     """Returns command, date, commit, hardware and versions.
 
     Args:
-        path: of the result, whose folder is nobody's business.
         load_at_start: other work on the machine: its load average before the measurement.
     """
     info = collect()
-    words = [path.name if word == str(path) and path.is_absolute() else word for word in sys.argv]
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
     return {
-        "command": shlex.join(["python", *words]),  # says nothing of this machine's folders
+        "command": shlex.join(["python", *words]),  # without the folders of this machine
         "date": date.today().isoformat(),
         "git": git_state(Path(__file__).parent),
         "hardware": f"{info['devices'][0]['name']}, {len(os.sched_getaffinity(0))} cores",
@@ -45,7 +44,7 @@ def settings_of(arguments: argparse.Namespace, *left_out: str) -> dict[str, Any]
 def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> None:
     """Stores a result with where it comes from, see `origin_of`; a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, origin_of(path, load_at_start) | result)
+    write_json(path, origin_of(load_at_start) | result)
 
 
 def median_with_interval(values: list[float]) -> dict[str, float]:
