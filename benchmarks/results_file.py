@@ -22,9 +22,10 @@ def origin_of(load_at_start: float) -> dict[str, Any]:
         load_at_start: other work on the machine: its load average before the measurement.
     """
     info = collect()
+    # Absolute paths are shortened to their names, because a result says nothing of the machine's folders.
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv]
     return {
-        "command": shlex.join(["python", *words]),  # without the folders of this machine
+        "command": shlex.join(["python", *words]),
         "date": date.today().isoformat(),
         "git": git_state(Path(__file__).parent),
         "hardware": f"{info['devices'][0]['name']}, {len(os.sched_getaffinity(0))} cores",

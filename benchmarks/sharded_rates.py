@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from rich.table import Table
 from lightning_commopt.cost.fsdp2.basis import Conditions, ShardedBasis
 from lightning_commopt.launch.lab import NetLab, parse_rate
 from lightning_commopt.measure.files import common_steps, read_run
+from lightning_commopt.measure.link.link import PAYLOAD_SHARE
+from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan.sharded import ShardedPlan
 
@@ -38,6 +41,7 @@ class _Fit(NamedTuple):
     plan: str
     basis: ShardedBasis
     step_s: float  # median over both ranks
+    collectives: dict[str, dict[str, float]]  # see `collectives_of`
 
 
 def fits_of(model: str, links: list[str], num_steps: int, folder: Path) -> list[_Fit]:
@@ -53,10 +57,42 @@ def fits_of(model: str, links: list[str], num_steps: int, folder: Path) -> list[
                 lab.run([sys.executable, job, json.dumps(settings)], pin_to_cores=True, timeout_s=1800)
             print(f"{model}, {link}: done", file=sys.stderr, flush=True)
         for plan in PLANS:
-            steps = common_steps(read_run(run_dir / f"{plan}_0")).values()
+            steps = [*common_steps(read_run(run_dir / f"{plan}_0")).values()]
             step_s = median(record.totals.step_s for records in steps for record in records)
-            fits.append(_Fit(link, plan, ShardedBasis.load(run_dir / f"{plan}_0" / PREDICTION_FILE), step_s))
+            basis = ShardedBasis.load(run_dir / f"{plan}_0" / PREDICTION_FILE)
+            fits.append(_Fit(link, plan, basis, step_s, collectives_of(steps, parse_rate(link))))
     return fits
+
+
+def collectives_of(steps: Sequence[Sequence[StepRecord]], bits_per_s: int | None) -> dict[str, dict[str, float]]:
+    """Returns, for each phase and operation of FSDP2's own, medians of steps on two ranks.
+
+    "over_wire" is the time of a byte over its time on the link, if that has a rate; "rank_ratio" is the longer over the
+    shorter time of the two ranks.
+    """
+    seconds: dict[str, list[list[float]]] = {}
+    num_bytes: dict[str, int] = {}
+    for records in steps:
+        totals: list[defaultdict[str, float]] = [defaultdict(float) for _ in records]
+        sizes = Counter[str]()
+        for place, record in enumerate(records):
+            for one in record.collectives:
+                is_own = one.operation in ("all_gather", "reduce_scatter") and not one.source
+                if is_own and one.start_s is not None and one.end_s is not None:
+                    name = f"{one.phase} {one.operation}"
+                    totals[place][name] += one.end_s - one.start_s
+                    sizes[name] += one.num_bytes if place == 0 else 0
+        for name in totals[0]:
+            seconds.setdefault(name, []).append([total[name] for total in totals])
+            num_bytes[name] = sizes[name]
+    found = {}
+    for name, pairs in seconds.items():
+        found[name] = {"rank_ratio": median(max(pair) / min(pair) for pair in pairs)}
+        if bits_per_s is not None:
+            # Of a message of all shards, each of two ranks sends half.
+            wire_s = num_bytes[name] / 2 * 8 / bits_per_s / PAYLOAD_SHARE
+            found[name]["over_wire"] = median(pair[0] for pair in pairs) / wire_s
+    return found
 
 
 def rows_of(model: str, fits: list[_Fit]) -> Iterable[dict[str, Any]]:
@@ -114,13 +150,17 @@ def main() -> None:
     need_lab()
     load = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
+    collectives: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()
         for model in arguments.models:
-            rows += rows_of(model, fits_of(model, arguments.links, arguments.num_steps, folder))
+            fits = fits_of(model, arguments.links, arguments.num_steps, folder)
+            rows += rows_of(model, fits)
+            collectives += [{"model": model, "link": fit.link, "plan": fit.plan, **fit.collectives} for fit in fits]
     print_tables(rows)
     if arguments.output:
-        write_result(arguments.output, {"settings": settings_of(arguments, "folder"), "rows": rows}, load)
+        result = {"settings": settings_of(arguments, "folder"), "rows": rows, "collectives": collectives}
+        write_result(arguments.output, result, load)
 
 
 if __name__ == "__main__":

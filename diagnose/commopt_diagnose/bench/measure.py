@@ -223,7 +223,7 @@ def compute_load(device: torch.device) -> Iterator[None]:
 
     with ThreadPoolExecutor(1, "commopt-compute") as thread:
         work = thread.submit(keep_stream_busy if is_cuda else multiply)
-        work.add_done_callback(lambda _: has_begun.set())  # also if it fails, as on a GPU whose memory is full
+        work.add_done_callback(lambda _: has_begun.set())  # a full GPU may fail before it begins
         has_begun.wait()
         try:
             yield

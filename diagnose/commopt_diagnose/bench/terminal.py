@@ -50,7 +50,7 @@ def _parts(result: BenchResult) -> Iterator[tuple[list[str], list[TextTable]]]:
 def where_lines(result: BenchResult) -> list[str]:
     """Returns the conditions of a result."""
     lines = condition_lines(result.where)
-    if "num_repetitions" in result.settings:  # not of a run
+    if "num_repetitions" in result.settings:  # the model of a run has no repetitions
         repetitions = count(result.settings["num_repetitions"], "repetition")
         lines[-1] += f"; {repetitions}, interleaved: medians with their interval"
     return lines

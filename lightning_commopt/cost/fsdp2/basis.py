@@ -32,7 +32,7 @@ MODEL_ERROR = 0.1
 
 COLLECTIVE_SPREAD = 0.1
 """Share of the time of collectives by which it differs between ranks on its own, without a rank that is late. Measured
-as up to 8 %, see ``docs/evidence/predict.md``. On a faster link it shrinks with them."""
+as 4 to 19 % without compression, see ``docs/evidence/predict.md``. On a faster link it shrinks with them."""
 
 _KIND = "commopt prediction"
 _STRATEGY = "CommOptModelParallel"
@@ -120,7 +120,9 @@ class ShardedBasis:
         waits = communication_s(plan, work, predicted_world)
         rest_s = work.once_s + num_batches * batch_s + self._more_waiting_s(num_ranks)
         if conditions.bits_per_s is not None and own_s > 0:
-            rest_s -= self._shrinking_s(own_s, scale) * max(0.0, 1 - waits.middle_s / own_s)
+            # The waits that the model does not explain recur in each batch, and shrink as a batch's collectives do.
+            times_batches = num_batches / work.num_batches
+            rest_s -= self._shrinking_s(own_s, scale) * max(0.0, times_batches - waits.middle_s / own_s)
         return rest_s + scale * waits.low_s, rest_s + scale * waits.high_s, scale * waits.middle_s
 
     def _shrinking_s(self, own_s: float, scale: float) -> float:

@@ -39,7 +39,7 @@ class Load(NamedTuple):
     ratios: dict[str, float]  # measured over probed time, by "all_gather", "reduce_scatter" and "exchange"
     ratio: float = 1.0  # the same of all of them
     mean_s: float = 0.0  # mean probed time of a collective
-    delay_s: float = 0.0  # the part of the difference between measured and probed time that they have in common
+    delay_s: float = 0.0  # how much longer than in the probe every collective takes at least; below 0 if all are shorter
 
 
 class Line(NamedTuple):

@@ -205,7 +205,7 @@ def load_average() -> float | None:
     """Returns how many processes ran or waited for a core, on average over the last minute; None where unknown."""
     try:
         return os.getloadavg()[0]
-    except OSError:  # as in some containers
+    except OSError:  # some containers hide it
         return None
 
 

@@ -166,7 +166,8 @@ class RankLink:
         self._connection = connection
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._answers: dict[int, dict[str, Any] | None] = {}  # of open requests; None until the answer has come
+        # Each open request has an entry by its number, which is None until the answer has come.
+        self._answers: dict[int, dict[str, Any] | None] = {}
         self._has_answers, self._has_ended = threading.Condition(), False
 
     def start(self, answer: _Answer, on_end: Callable[[], None] = lambda: None) -> None:

@@ -88,7 +88,7 @@ def test_other_links_and_numbers_of_batches() -> None:
     plan, fast = ShardedPlan(), Conditions(bits_per_s=8e12)
     assert basis().predict(plan, fast).step_s == pytest.approx(REST_S + 4 * COMPUTE_S, rel=1e-2)
     twice = Conditions(bits_per_s=4e8 / PAYLOAD_SHARE)
-    gather_ratio, reduce_ratio, _ = GLOO_RATIOS  # of which the run has shown two and three
+    gather_ratio, reduce_ratio, _ = GLOO_RATIOS  # a byte in this run takes twice and three times as long as on the wire
     twice_s = 2 * (gather_ratio / 2 * GATHERS_S + reduce_ratio / 3 * REDUCES_S)
     assert basis().predict(plan, twice).exposed_s == pytest.approx(twice_s)
     on_cuda = basis(device="cuda", gathers=Exposure(GATHERS_S), reduces=Exposure(REDUCES_S))
@@ -119,6 +119,8 @@ def test_waits_that_the_model_does_not_explain_shrink_with_the_collectives(unkno
     run = basis(step_s=computed_s + own_s + unknown_s, waited_s=own_s + unknown_s)
     assert run.predict(plan).step_s == pytest.approx(computed_s + own_s + unknown_s)
     assert run.predict(plan, fast).step_s == pytest.approx(computed_s)
+    twice = Conditions(bits_per_s=8e15, num_batches=2)
+    assert run.predict(plan, twice).step_s == pytest.approx(0.2 + 2 * (computed_s - 0.2))
     late = basis(step_s=computed_s + own_s + 0.3, waited_s=own_s + 0.3, straggler_s=0.2 + 0.1 * own_s)
     assert late.predict(plan, fast).step_s == pytest.approx(computed_s + 0.2)
 
