@@ -39,7 +39,7 @@ class Load(NamedTuple):
     ratios: dict[str, float]  # measured over probed time, by "all_gather", "reduce_scatter" and "exchange"
     ratio: float = 1.0  # the same of all of them
     mean_s: float = 0.0  # mean probed time of a collective
-    delay_s: float = 0.0  # how much longer than in the probe every collective takes at least; below 0 if all are shorter
+    delay_s: float = 0.0  # how much longer than in the probe all take at least; below 0 if all take less time
 
 
 class Line(NamedTuple):
