@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from lightning_commopt.compat.wrapping import wrap_method
@@ -49,6 +49,8 @@ separate the link's rate from its latency."""
 _MIN_RATIO = 2
 """Factor by which the number of buckets of another layout must differ from the layouts before: closer ones differ by
 less than the noise of a search."""
+
+_UNKNOWN = Prediction(step_s=math.nan, low_s=math.nan, high_s=math.nan, exposed_s=0.0)
 
 _NUM_SETTLING_STEPS = 3
 """Number of first steps that do not count: DDP rebuilds its buckets after the first, or with a static graph after the
@@ -101,21 +103,28 @@ class Calibration:
         self._times.close()
         self._buckets.observers.remove(self._recorder)
 
-    def measure(self) -> Costs:
+    def measure(self, known: Costs) -> Costs:
         """Measures the compressors for which ``limit_s`` suffices. All ranks of a machine do so at the same time.
 
-        `not_measured` then has the allowed compressors that were not measured.
+        `not_measured` then has the allowed compressors that were not measured, now or before.
+
+        Args:
+            known: costs that earlier calibrations have measured.
+
+        Returns:
+            These, and those measured now.
         """
         began_s, longest_s, own = time.perf_counter(), MEASURING_S, self._strategy.plan.comm_hook
         gradients, costs = self._times.gradients(), dict[Compressor | None, CompressorCost]()
         for compressor in dict.fromkeys((own, *self._options.lossy)):
             start_s = time.perf_counter()
-            if compressor is not None and compressor != own and start_s - began_s + longest_s > self._limit_s:
-                self.not_measured.append(compressor)
+            is_needed = compressor is None or (compressor == own and own not in known)
+            if not is_needed and start_s - began_s + longest_s > self._limit_s:
+                self.not_measured += [compressor] if compressor not in known else []
                 continue
             costs |= measure_costs([compressor], gradients, self._strategy.root_device, self._strategy.world_size)
             longest_s = max(longest_s, time.perf_counter() - start_s)
-        return costs
+        return {**known, **costs}
 
     def basis(self, ranks: list[list[StepRecord]], costs: Costs, step_s: float) -> Basis:
         """Returns, on rank 0, what the steps of all ranks with the user's plan show.
@@ -167,28 +176,36 @@ class Shortlist(NamedTuple):
 
 def unpredicted(base: Any, tries: Sequence[Any]) -> Shortlist:
     """Returns all plans to try, for a model whose steps nothing predicts."""
-    unknown = Prediction(step_s=math.nan, low_s=math.nan, high_s=math.nan, exposed_s=0.0)
-    return Shortlist(Candidate(base, unknown), tuple(Candidate(plan, unknown) for plan in tries), {})
+    return Shortlist(Candidate(base, _UNKNOWN), tuple(Candidate(plan, _UNKNOWN) for plan in tries), {})
 
 
-def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
+def shortlist(
+    basis: Basis, options: TuneOptions, kept: CommPlan | None = None, forbidden: Collection[Compressor | None] = ()
+) -> Shortlist:
     """Returns the plans that are worth trying, from what steps with the user's plan have shown.
 
-    There are at most `MAX_CANDIDATES`, none of them slower than the best beyond the 95 % intervals of both. First come
-    the best plans with each compressor that is predicted to save nearly as much as the best of all, the fastest first.
-    Then other layouts alternate with the remaining compressors. The next layout is the one whose number of buckets
-    differs most from those before, at least by a factor of 2, because predictions are least certain about the cost of a
-    bucket besides its bytes.
+    A plan that was ``kept`` from an earlier search comes first, whatever is predicted for it. Plans with a compressor
+    that is ``forbidden`` are left out.
+
+    There are at most `MAX_CANDIDATES` others, none of them slower than the best beyond the 95 % intervals of both.
+    First come the best plans with each compressor that is predicted to save nearly as much as the best of all, the
+    fastest first. Then other layouts alternate with the remaining compressors. The next layout is the one whose number
+    of buckets differs most from those before, at least by a factor of 2, because predictions are least certain about
+    the cost of a bucket besides its bytes.
     """
     base = basis.plan
     own = basis.predict(base)
     predicted = candidates(basis, (base.comm_hook, *options.lossy))
-    allowed = [other for other in predicted if other.plan != base and options.fits(other.plan, base)]
+    others = [other for other in predicted if other.plan not in (base, kept) and options.fits(other.plan, base)]
+    allowed = [other for other in others if other.plan.comm_hook not in forbidden]
     promising = [other for other in allowed if other.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
     slowest_s = min([other.prediction.high_s for other in promising], default=0.0)
     promising = [other for other in promising if other.prediction.low_s < slowest_s]
     best_s = min([own.step_s, *(other.prediction.step_s for other in allowed)])
     chosen = _ordered_by_diversity(promising, own.step_s, basis)
+    if kept is not None:
+        is_known = kept.comm_hook is None or kept.comm_hook in basis.costs
+        chosen.insert(0, Candidate(kept, basis.predict(kept) if is_known else _UNKNOWN))
     return Shortlist(Candidate(base, own), tuple(chosen), _not_allowed(basis, options, best_s))
 
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_commopt.tune import limits
+
 _NUM_STANDARD_ERRORS = 3.5
 """Distance of an interval's ends from its estimate, in standard errors. Normal noise would need 3.1 for a chance of one
 in a thousand on either side; visits are few, and their noise is not normal."""
@@ -171,3 +173,24 @@ class Look(NamedTuple):
         center = statistics.median(means)
         noise = _SIGMA_OF_MANY * statistics.median([abs(mean - center) for mean in means]) / math.sqrt(_NUM_BLOCKS)
         return cls(math.exp(center), noise)
+
+
+class Drift:
+    """Compares looks with the first one.
+
+    Attributes:
+        reference_s: time of a step in the first look.
+        step_s: time of a step in the last one.
+        num_shifted: number of last looks in a row in which it has changed beyond `DRIFT` and the noise.
+    """
+
+    def __init__(self) -> None:
+        self.reference_s = self.step_s = math.nan
+        self.num_shifted = 0
+
+    def add(self, look: Look) -> None:
+        self.step_s = look.step_s
+        if math.isnan(self.reference_s):
+            self.reference_s = look.step_s
+        shift = abs(math.log(look.step_s / self.reference_s))
+        self.num_shifted = self.num_shifted + 1 if shift > max(limits.DRIFT, limits.NUM_NOISES * look.noise) else 0

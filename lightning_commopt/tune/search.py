@@ -70,8 +70,9 @@ class Search:
         expected: for each plan, the most promising first, the longest predicted step time over the user's: 1 for arm 0,
             None if it is unknown, infinity for a plan that must not be tried.
         budget_steps: maximum cost of the search, in steps with the user's plan.
-        arm: the plan that steps run with at present. If it is not the user's, it was chosen before, and stays unless it
-            is found to save less than 2 % of a step.
+        arm: the plan that steps run with at present.
+        chosen: the plan that was chosen before, 0 if none was. It stays unless it is found to save less than 2 % of a
+            step.
         is_start: whether the fit has just begun.
         num_settling_steps: number of steps after a change of plan that are not timed: DDP rebuilds its buckets after
             the first of them.
@@ -89,6 +90,7 @@ class Search:
         budget_steps: float,
         *,
         arm: int,
+        chosen: int,
         is_start: bool,
         num_settling_steps: int,
         handicaps: Mapping[int, float] | None = None,
@@ -97,11 +99,11 @@ class Search:
     ) -> None:
         self._expected = expected
         candidates = (arm for arm in range(1, len(expected)) if expected[arm] != math.inf)
-        self._candidates = sorted(candidates, key=lambda number: (number != arm, not earlier and number in tried))
+        self._candidates = sorted(candidates, key=lambda number: (number != chosen, not earlier and number in tried))
         self._tried = tried
         self._budget_steps = budget_steps
         self._num_settling_steps = num_settling_steps
-        self._arm = self._present = arm
+        self._arm, self._chosen = arm, chosen
         self._handicaps = handicaps or {}
         self._num_first = limits.NUM_START_STEPS if is_start else 0
         self.visits: list[TimedVisit] = []
@@ -117,7 +119,7 @@ class Search:
         if self._num_first:
             yield from self._steps(self._arm, self._num_first)
         if not (yield from self._visit(0)):
-            return SearchResult(arm=0, num_steps=self._num_steps, why="unmeasurable")
+            return SearchResult(arm=self._chosen, num_steps=self._num_steps, why="unmeasurable")
         open_arms = self._promising(self._candidates)
         active = open_arms[: self._num_affordable()]
         if open_arms and not active:
@@ -263,9 +265,8 @@ class Search:
         elif why is None:
             why = ("too short" if self._is_too_dear else "not sure") if active else "none faster"
         net = self._net(known)
-        present = net.get(self._present) if self._present in active else None
-        if not winner and present is not None and present.gain >= limits.MIN_GAIN:
-            winner = self._present
+        if not winner and self._chosen and (self._chosen not in net or net[self._chosen].gain >= limits.MIN_GAIN):
+            winner = self._chosen
         return SearchResult(
             arm=winner,
             gains=known,

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.cost.predict import Costs
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.plan import Plan
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import info, warn
-from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist, unpredicted
+from lightning_commopt.tune.calibration import MEASURING_S, Calibration, Shortlist, shortlist, unpredicted
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
 from lightning_commopt.tune.options import TuneOptions
@@ -71,6 +72,8 @@ class Tuner:
         self._group = group
         self._timer = StepTimer(self._strategy.root_device)
         self._calibration: Calibration | None = None
+        self._costs: Costs = {}
+        self._forbidden: set[Any] = set()
         self._chosen = 0
         self._arm, self._num_left, self._step = 0 if resumed is None else 1, 0, -1
         self._change_s = 0.0
@@ -90,6 +93,7 @@ class Tuner:
                 training.num_steps_left(),
                 arm=self._arm,
                 has_known=known is not None,
+                is_predictable=training.buckets is not None,
                 max_regret=max_regret,
                 # DDP lays out the buckets of a static graph one step later.
                 num_settling_steps=3 if getattr(base, "static_graph", None) else 2,
@@ -227,6 +231,7 @@ class Tuner:
         hook = self.plans[max(0, self._arm)].comm_hook
         assert self.director is not None
         if hook is not None and error > error_limit(hook):
+            self._forbidden.add(hook)
             self.director.forbid([arm for arm, plan in enumerate(self.plans) if arm and plan.comm_hook == hook])
             warn(
                 f"plan='auto': averages with comm_hook={compressor_name(hook)!r} are off by {error:.2g} of the"
@@ -247,27 +252,33 @@ class Tuner:
 
     def _list_tries(self) -> None:
         """Makes the plans to try the candidates, if nothing can be predicted."""
+        kept = self.plans[self._chosen]
+        tries = sorted(self._training.tries, key=lambda plan: plan != kept)
         if self.director is not None:
-            self.director.shortlist = unpredicted(self.plans[0], self._training.tries)
-        self._share_plans(self._training.tries)
+            self.director.shortlist = unpredicted(self.plans[0], tries)
+        self._share_plans(tries)
 
     def _end_calibration(self, calibration: Calibration) -> None:
         """Measures compressors, and has rank 0 choose the candidates."""
         calibration.close()
         steps = calibration.steps()
-        costs = calibration.measure()
+        self._costs = calibration.measure(self._costs)
         is_rank_0 = self.director is not None
         ranks: list[Any] | None = [None] * self._strategy.world_size if is_rank_0 else None
         dist.gather_object(steps, ranks, dst=0, group=self._group.all_ranks)
         plans: list[Plan] = []
         if self.director is not None and ranks is not None:
+            kept: Any = self.plans[self._chosen] if self._chosen else None
+            found: Shortlist | None
             try:
-                basis = calibration.basis(ranks, costs, self.director.base_s)
-                self.director.shortlist = shortlist(basis, self._options)
-                self.director.not_measured = tuple(map(compressor_name, calibration.not_measured))
-                plans = [candidate.plan for candidate in self.director.shortlist.candidates]
+                basis = calibration.basis(ranks, self._costs, self.director.base_s)
+                found = shortlist(basis, self._options, kept, self._forbidden)
             except Exception as error:  # a prediction must not end a fit, and the other ranks wait
                 warn(f"plan='auto': step times cannot be predicted ({type(error).__name__}: {error}).")
+                found = None if kept is None else unpredicted(self.plans[0], [kept])
+            self.director.shortlist = found
+            self.director.not_measured = tuple(map(compressor_name, calibration.not_measured))
+            plans = [] if found is None else [candidate.plan for candidate in found.candidates]
         self._share_plans(plans)
 
     def _share_plans(self, plans: Sequence[Plan]) -> None:

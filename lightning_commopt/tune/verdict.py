@@ -83,7 +83,7 @@ def summary(director: Director, plans: Sequence[Plan], history: Sequence[Stretch
         status=director.status if not searches else searches[-1].why,
         base_step_s=_finite(searches[-1].base_s if searches else director.base_s),
         chosen=plans[director.chosen].name,
-        num_search_steps=sum(result.num_steps for result in searches),
+        num_search_steps=director.num_search_steps,
         lost_steps=director.lost_steps,
         calibration_lost_steps=director.calibration_lost_steps,
         candidates=[
@@ -121,12 +121,16 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
         reasons = [_LEFT[event.what] for event in director.events if event.what in _LEFT]
         reason = reasons[-1] if result.arm and reasons else _WHY.get(result.why, result.why)
         return f"{own}, after {result.num_steps} steps of search: {reason}."
+    measured = [one for one in director.searches if arm in one.gains]
+    if not measured:
+        return f"The plan that was chosen before stays: {plans[arm].name}."
+    result = measured[-1]
     gain, base_s = result.gains[arm], result.base_s
     after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} per step instead of {MILLISECONDS.text(base_s)}"
     between = f"{short_percent(gain.gain)} less, {short_percent(gain.low)} to {short_percent(gain.high)}"
     predicted = _predicted(director, arm)
-    measured = f"{after} ({between}){predicted and f'; predicted were {predicted}'}"
-    return f"Chosen after {result.num_steps} steps of search: {plans[arm].name}, {measured}."
+    measurement = f"{after} ({between}){predicted and f'; predicted were {predicted}'}"
+    return f"Chosen after {result.num_steps} steps of search: {plans[arm].name}, {measurement}."
 
 
 def _untried(director: Director, plans: Sequence[Plan]) -> list[str]:
@@ -154,7 +158,7 @@ def _interval(candidate: Candidate[Any]) -> tuple[float, float, float]:
 
 def _is_predicted(director: Director) -> bool:
     """Returns whether predictions hold for the present: they were made before the step or the link has changed."""
-    return all(event.what != "drift" for event in director.events)
+    return not director.has_drifted
 
 
 def _finite(value: float) -> float | None:

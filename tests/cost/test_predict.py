@@ -18,7 +18,7 @@ from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.predict import LEAST_SHARE, Errors, errors_of, jobs_of, outcome_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
-from lightning_commopt.measure.link.link import Link
+from lightning_commopt.measure.link.link import PAYLOAD_SHARE, Link
 from lightning_commopt.plan import CommPlan
 
 MIB = 2**20
@@ -120,13 +120,27 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_a_faster_link_is_as_fast_as_the_processor_lets_it() -> None:
-    link = Link(hop_s=0.0, s_per_byte=1e-7, cpu_s_per_byte=1e-9)
+    link = Link(hop_s=0.0, s_per_byte=1e-7, cpu_s_per_byte=5e-10)
     assert link.at_rate(1e8).s_per_byte == pytest.approx(8e-8, rel=0.06)
-    assert link.at_rate(1e12).s_per_byte == pytest.approx(1e-9)
+    assert link.at_rate(1e12).s_per_byte == pytest.approx(5e-10)
     # Several threads may spend more processor time on a byte than it takes to be sent; no rate makes it slower then.
-    assert dataclasses.replace(link, cpu_s_per_byte=2 * link.s_per_byte).at_rate(1e12).s_per_byte == link.s_per_byte
+    slow_core = dataclasses.replace(link, s_per_byte=5e-10, cpu_s_per_byte=7e-10)
+    assert slow_core.at_rate(1e12).s_per_byte == slow_core.s_per_byte
     with pytest.raises(ValueError, match="bits_per_s"):
         link.at_rate(0)
+
+
+def test_a_faster_link_wakes_threads_less_often_for_as_many_bytes() -> None:
+    """If it fails, a run at 100 Mbit/s predicts that 10 Gbit/s is no faster than 1 Gbit/s."""
+    link = Link(hop_s=0.0, s_per_byte=8e-8 / PAYLOAD_SHARE, cpu_s_per_byte=6.4e-9)
+    assert link.at_rate(4e8).cpu_s_per_byte == pytest.approx(3.2e-9)
+    fast = link.at_rate(1e10)
+    assert fast.s_per_byte == pytest.approx(8e-10 / PAYLOAD_SHARE)
+    assert fast.cpu_s_per_byte == 8e-10
+    assert link.at_rate(1e12).s_per_byte == 8e-10
+    assert link.at_rate(1e7).cpu_s_per_byte == link.cpu_s_per_byte
+    light = dataclasses.replace(link, cpu_s_per_byte=3e-10)
+    assert light.at_rate(1e10).cpu_s_per_byte == 3e-10
 
 
 def test_more_bytes_than_a_run_has_shown_never_take_less_time() -> None:

@@ -27,7 +27,11 @@ BASE_S = 100.0
 
 @contextmanager
 def scripted(
-    candidates: Mapping[Any, float], *, num_steps: float = 1e5, folder: str | None = None
+    candidates: Mapping[Any, float],
+    *,
+    num_steps: float = 1e5,
+    folder: str | None = None,
+    change: tuple[int, Mapping[Any, float]] | None = None,
 ) -> Generator[list[Any], None, None]:
     """Within it a fit finds those of the given plans promising that it may choose.
 
@@ -37,6 +41,8 @@ def scripted(
         candidates: plans, and their times over that of the user's plan.
         num_steps: that fits believe to have.
         folder: where choices are kept; None for a new one.
+        change: a step from which on there are other candidates, and their times over that of the user's plan until
+            then. Plans without a time take three times as long.
 
     Yields:
         The plan of every step that was timed.
@@ -46,24 +52,30 @@ def scripted(
     init, direct, measure = Tuner.__init__, Director.__init__, StepTimer.take
     trainings: list[TunedTraining] = []
 
+    def present() -> Mapping[Any, float]:
+        return candidates if change is None or len(steps) < change[0] else change[1]
+
     def begin(tuner: Tuner, group: Any, training: TunedTraining, *args: Any, **options: Any) -> None:
         trainings.append(training)
         init(tuner, group, training, *args, **options)
 
-    def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
-        real = predict(basis, options)
+    def shortlist(basis: Basis, options: TuneOptions, kept: Any, forbidden: Any) -> Shortlist:
+        real = predict(basis, options, kept, forbidden)
         assert real.base.prediction.step_s > 0
+        first = [] if kept is None else [kept]
+        plans = [plan for plan in present() if options.fits(plan, basis.plan) and plan not in (basis.plan, kept)]
         base, *others = (
             Candidate(plan, Prediction(step_s=share, low_s=share, high_s=share, exposed_s=0.0))
-            for plan, share in {basis.plan: 1.0, **candidates}.items()
-            if options.fits(plan, basis.plan)
+            for plan in (basis.plan, *first, *(plan for plan in plans if plan.comm_hook not in forbidden))
+            for share in [present().get(plan, 1.0)]
         )
         return Shortlist(base, tuple(others), {"int8": 0.31})
 
     def take(timer: StepTimer) -> list[float]:
         plan, num_steps = trainings[-1].strategy.plan, len(measure(timer))
+        share = present().get(plan, 1.0 if present() is candidates else 3.0)
         steps.extend([plan] * num_steps)
-        return [candidates.get(plan, 1.0) * BASE_S] * num_steps
+        return [share * BASE_S] * num_steps
 
     with (
         TemporaryDirectory() as new,

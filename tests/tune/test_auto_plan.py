@@ -186,6 +186,43 @@ def test_the_record_has_the_step_at_which_a_plan_was_left(lossy: list[dict[str, 
     assert "the averages of a faster plan were too far off" in lossy[0]["tuning"]["verdict"]
 
 
+def _fit_while_the_link_changes(is_guarded: bool) -> dict[str, Any]:
+    int8, bf16 = (CommPlan.from_dict({"comm_hook": hook}) for hook in ("int8", "bf16"))
+    first, later = ({int8: 0.7}, {int8: 1.5, bf16: 1.6}) if is_guarded else ({_SMALL: 0.7}, {_SMALL: 2.8, int8: 1.2})
+    limits = {int8.comm_hook: 0.0 if is_guarded else 1.0, bf16.comm_hook: 1.0}
+    with (
+        scripted(first, change=(700, later)) as steps,
+        patch.object(tuner_module, "error_limit", limits.__getitem__),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        strategy = CommOptDDP(plan="auto", lossy=["int8", "bf16"])
+        _fit(strategy, Tiny(), epochs=600)
+    return {"chosen": strategy.plan.name, "found": strategy.auto_plan.describe(), "used": [p.name for p in steps]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_guarded", [False, True])
+def test_a_link_that_has_become_slower_brings_other_candidates(is_guarded: bool) -> None:
+    """If it fails, a compressor that promised nothing before is never tried, or one comes back that the guard left."""
+    first, second = run_ranks(_fit_while_the_link_changes, is_guarded)
+    assert first["used"] == second["used"]
+    assert first["chosen"] == second["chosen"] == ("bf16" if is_guarded else "int8")
+    before, after = first["used"][:700], first["used"][700:]
+    events = [what for _, what in first["found"]["events"]]
+    if is_guarded:
+        assert "int8" in before
+        assert "int8" not in after
+        assert events == ["forbidden", "drift"]
+        assert [one["plan"] for one in first["found"]["candidates"]] == ["uncompressed", "bf16"]
+    else:
+        assert "int8" not in before
+        assert events == ["drift"]
+        assert [one["plan"] for one in first["found"]["candidates"]] == ["uncompressed", _SMALL.name, "int8"]
+    assert first["found"]["num_search_steps"] > 20
+    assert "predicted were" in first["found"]["verdict"]
+
+
 def _fit_fixed(arguments: dict[str, Any]) -> set[CommPlan]:
     fixed = {key.removesuffix("_list"): value for key, value in arguments.items()}
     others = [{**fixed, "bucket_cap_mb": 100}, {**fixed, "static_graph": True}]
@@ -282,9 +319,9 @@ def _fit_beside_others() -> list[tuple[float, bool]]:
     ):
         inner = tuner_module.shortlist
 
-        def shortlist(basis: Basis, options: Any) -> Any:
+        def shortlist(basis: Basis, *others: Any) -> Any:
             seen.append((basis.workload.num_others, basis.workload.shares_core))
-            return inner(basis, options)
+            return inner(basis, *others)
 
         with patch.object(tuner_module, "shortlist", shortlist):
             _fit(CommOptDDP(plan="auto"), Tiny(), epochs=5)

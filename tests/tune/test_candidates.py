@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,25 @@ def test_every_compressor_that_may_win_is_tried_and_no_other() -> None:
     assert {one.plan.comm_hook for one in close} >= {_BF16, _INT8}
     for found in (slow, close):
         assert max(one.prediction.low_s for one in found) < min(one.prediction.high_s for one in found)
+
+
+def test_a_plan_that_was_chosen_is_compared_again_and_one_that_was_ruled_out_is_not() -> None:
+    """If it fails, a new search leaves what was found, or compresses as the guard has forbidden."""
+    basis = Basis(plan=CommPlan(), workload=_WORKLOAD, link=_SLOW, costs=_COSTS, step_s=1.0)
+    options, kept = TuneOptions(lossy=(_INT8, _BF16)), CommPlan(comm_hook=_BF16, bucket_cap_mb=1)
+    without = shortlist(basis, options)
+    found = shortlist(basis, options, kept)
+    assert [one.plan for one in found.candidates] == [kept, *(one.plan for one in without.candidates)]
+    assert found.candidates[0].prediction == basis.predict(kept)
+    twice = shortlist(basis, options, without.candidates[0].plan)
+    assert len({one.plan for one in twice.candidates}) == len(twice.candidates)
+    assert twice.candidates[0] == without.candidates[0]
+    left = shortlist(basis, options, None, {_INT8})
+    assert {one.plan.comm_hook for one in without.candidates} == {_INT8}
+    assert {one.plan.comm_hook for one in left.candidates} == {_BF16}
+    assert not left.not_allowed.keys() & {"int8", "bf16"}
+    unmeasured = dataclasses.replace(basis, costs={None: _COSTS[None]})
+    assert math.isnan(shortlist(unmeasured, options, kept).candidates[0].prediction.step_s)
 
 
 def test_small_buckets_are_tried_where_they_are_predicted_to_be_about_equal() -> None:
@@ -147,6 +167,11 @@ def test_compressors_are_measured_within_a_limit(
 
     monkeypatch.setattr(calibration_module, "measure_costs", measure)
     monkeypatch.setattr(calibration_module, "time", SimpleNamespace(perf_counter=lambda: ticks["now_s"]))
-    costs = calibration.measure()
+    costs = calibration.measure({})
     assert [*costs] == [None, *lossy[:num_measured]]
     assert calibration.not_measured == [*lossy[num_measured:]]
+    calibration.not_measured = []
+    earlier: dict[Any, Any] = {_INT8: "earlier", _BF16: "earlier"}
+    again = calibration.measure(earlier)
+    assert again == {None: None, **earlier, **dict.fromkeys(lossy[:num_measured])}
+    assert calibration.not_measured == []

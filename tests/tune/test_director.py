@@ -18,7 +18,7 @@ from lightning_commopt.tune.gains import TimedVisit, gains
 from lightning_commopt.tune.search import Report, Search, SearchResult
 from lightning_commopt.tune.verdict import verdict
 from support.cross_section import sampled
-from support.simulated_fit import HEAVY_NOISES, NOISES, Change, Driven, Outcome, noise, simulate
+from support.simulated_fit import HEAVY_NOISES, NOISES, Change, Driven, Outcome, Predictions, noise, simulate
 
 _WORSE = [
     [1.0, 1.02, 1.1, 1.3, 1.01, 1.05, 1.2],
@@ -63,12 +63,69 @@ def test_it_finds_the_best_plan(kind: str) -> None:
 def test_a_link_that_changes_makes_it_search_again(kind: str) -> None:
     """If it fails, the plan that was the best at the start stays when another one is."""
     change = Change(5000, [0.5, 0.65, 0.55, 0.7])
-    outcomes = [simulate([1.0, 0.7, 0.9, 1.2], 12000, kind, seed, change=change) for seed in range(10)]
+    outcomes = [simulate([1.0, 0.7, 0.9, 1.2], 12000, kind, seed, changes=[change]) for seed in range(10)]
     assert sum(outcome.arm == 0 for outcome in outcomes) >= 9
     slower = Change(2000, [3.0, 1.2, 1.4, 2.2])
-    outcomes = [simulate([1.0, 1.2, 1.4, 1.2], 5000, kind, seed, change=slower) for seed in range(10)]
+    outcomes = [simulate([1.0, 1.2, 1.4, 1.2], 5000, kind, seed, changes=[slower]) for seed in range(10)]
     assert sum(outcome.arm == 1 for outcome in outcomes) >= 8
     assert all(outcome.ratio < 1.01 for outcome in outcomes)
+
+
+@pytest.mark.parametrize("kind", sampled((*NOISES, *HEAVY_NOISES), by_default=["bursts"]))
+def test_fits_whose_steps_change_cost_at_most_a_percent(kind: str) -> None:
+    """If it fails, each change of a shared machine or link is paid for with more calibrations and searches."""
+    outcomes = []
+    for seed in range(24):
+        rng = random.Random(seed)
+        num_steps, plans_s = rng.choice([2000, 6000, 12000]), [1.0, *(1 + rng.random() / 2 for _ in range(4))]
+        changes = [
+            Change(at_step, [rng.choice([0.3, 0.5, 0.8, 1.5, 3.0]) * plan_s for plan_s in plans_s])
+            for at_step in sorted(rng.sample(range(num_steps), rng.randint(1, 6)))
+        ]
+        changes = [Change(change.at_step, [change.arms_s[0] * plan_s for plan_s in plans_s]) for change in changes]
+        told_steps = math.inf if seed % 4 == 0 else None
+        predictions = Predictions()
+        outcomes.append(
+            simulate(plans_s, num_steps, kind, seed, changes=changes, known_steps=told_steps, predictions=predictions)
+        )
+    assert statistics.fmean(outcome.ratio for outcome in outcomes) < 1.005
+    # What was spent before a fit has become faster is a larger share of it.
+    assert max(outcome.ratio for outcome in outcomes) < 1.012
+    assert max(len(outcome.calibrated_at) for outcome in outcomes) > 2
+
+
+@_KINDS
+@pytest.mark.parametrize("before_s", [[1.0, 1.2, 1.3, 1.1], [1.0, 0.7, 1.3, 1.1]], ids=["none chosen", "one chosen"])
+def test_a_slower_link_brings_candidates_that_promised_nothing_before(kind: str, before_s: list[float]) -> None:
+    """If it fails, a compressor that the link needs now is never tried, or a choice is given up for the user's plan."""
+    changes = [Change(4000, [3.0, 2.4, 1.2, 2.8])]
+    outcomes = [simulate(before_s, 19000, kind, seed, changes=changes, predictions=Predictions()) for seed in range(8)]
+    assert statistics.fmean(outcome.arm == 2 for outcome in outcomes) > 0.7
+    assert all(outcome.arm in (1, 2) for outcome in outcomes)
+    assert all(max(outcome.calibrated_at) > 4000 for outcome in outcomes if outcome.arm == 2)
+
+
+def test_a_calibration_that_predicts_nothing_is_repeated() -> None:
+    """If it fails, a disturbed observation of six steps decides that nothing is tried in a fit of a day."""
+    never = simulate([1.0, 0.5], 12000, "small", 0, predictions=Predictions(failing=1.0))
+    assert 3 <= len(never.calibrated_at) <= 8
+    assert never.director.status == "unpredictable"
+    assert 1.0 < never.ratio < 1.005
+    outcomes = [simulate([1.0, 0.5], 6000, "small", seed, predictions=Predictions(failing=0.5)) for seed in range(8)]
+    assert sum(outcome.arm == 1 for outcome in outcomes) >= 7
+    assert max(len(outcome.calibrated_at) for outcome in outcomes) > 1
+
+
+def test_a_plan_that_was_ruled_out_is_left_and_that_is_no_change_of_the_link() -> None:
+    """If it fails, the user's plan is slower than the one that was left, and a search begins for it."""
+    director = Driven([None, None], 100000, arm=1)
+    for step in range(20):
+        if step == 5:
+            director.forbid([1])
+        director.advance(Report(((1.0, 0.5)[director.visit.arm],) * director.visit.num_steps))
+    assert director.visit.arm == 0
+    assert [event.what for event in director.events] == ["forbidden"]
+    assert not director.is_searching
 
 
 def test_candidates_that_lose_make_room_for_others() -> None:
@@ -183,7 +240,8 @@ def test_a_search_loses_what_its_changes_take_whatever_the_noise(kind: str) -> N
     outcomes = [simulate([1.0, 1.0, 1.0, 1.0], 1500, kind, seed, known_steps=5000) for seed in range(12)]
     directors = [outcome.director for outcome in outcomes]
     changes = simulate([1.0, 1.0, 1.0, 1.0], 1500, "none", 0, known_steps=5000).director.lost_steps
-    assert statistics.median([director.lost_steps for director in directors]) == pytest.approx(changes, rel=0.6)
+    # A load that comes and goes looks like a change, after which more is searched.
+    assert statistics.median([director.lost_steps for director in directors]) == pytest.approx(changes, rel=0.8)
     assert max(director.lost_steps for director in directors) < 100
     assert all(sum(search.lost_s for search in outcome.director.searches) <= outcome.total_s for outcome in outcomes)
 
@@ -218,10 +276,12 @@ def test_a_repeated_search_goes_on_from_the_one_before() -> None:
     assert both.high - both.low < alone.high - alone.low
 
 
-def _searched(times_s: Sequence[Sequence[float]], change_s: float, budget_steps: float) -> SearchResult:
+def _searched(
+    times_s: Sequence[Sequence[float]], change_s: float, budget_steps: float, chosen: int = 0
+) -> SearchResult:
     """Searches; the visits of each plan take its times of a step in turn, the first plan is the user's."""
     expected = [1.0, *(None for _ in times_s[1:])]
-    running = Search(expected, budget_steps, arm=0, is_start=False, num_settling_steps=1).run()
+    running = Search(expected, budget_steps, arm=chosen, chosen=chosen, is_start=False, num_settling_steps=1).run()
     in_turn, arm, step_s = [itertools.cycle(its) for its in times_s], -1, 0.0
     visit = next(running)
     while True:
@@ -243,6 +303,16 @@ def test_a_plan_is_chosen_if_it_was_seen_twice_and_is_faster_beyond_the_noise() 
     noisy = _searched([[1.0, 1.2], [1.0, 1.1]], 0.1, 100.0)
     assert noisy.gains[1].low < 0.0 < 0.04 < noisy.gains[1].gain
     assert (noisy.arm, noisy.why) == (0, "not sure")
+
+
+def test_a_search_that_cannot_compare_keeps_what_was_chosen() -> None:
+    """If it fails, a plan that is faster is given up because the budget is spent, or no step could be timed."""
+    unpaid = _searched([[1.0], [0.5]], 0.1, -5.0, chosen=1)
+    assert (unpaid.arm, unpaid.why, unpaid.gains) == (1, "too short", {})
+    unmeasurable = _searched([[math.nan], [0.5]], 0.1, 100.0, chosen=1)
+    assert (unmeasurable.arm, unmeasurable.why) == (1, "unmeasurable")
+    assert _searched([[1.0], [1.1]], 0.1, 100.0, chosen=1).arm == 0
+    assert _searched([[1.0], [1.1]], 0.1, -5.0).arm == 0
 
 
 def test_a_budget_suffices_for_so_many_candidates() -> None:

@@ -86,6 +86,26 @@ def test_what_an_earlier_fit_has_chosen_is_tried_first(tmp_path: Path) -> None:
     assert [candidate["plan"] for candidate in second["candidates"]] == ["uncompressed", "int8"]
 
 
+def _choose_again_after_a_change() -> tuple[str, dict[str, Any]]:
+    int8, bf16 = (ShardedPlan.from_dict({"comm_hook": hook}) for hook in ("int8", "bf16"))
+    strategy = CommOptModelParallel(plan="auto", lossy=["bf16", "int8"])
+    with scripted({int8: 0.6, bf16: 0.9}, change=(500, {int8: 2.0, bf16: 1.2})):
+        job = trainer(strategy, max_epochs=20)
+        job.fit(_Sharded(), loader(16 * dist.get_world_size()))
+        job.fit_loop.max_epochs = 240
+        job.fit(_Sharded(), loader(16 * dist.get_world_size()))
+    return strategy.plan.name, strategy.auto_plan.describe()
+
+
+@pytest.mark.exhaustive
+def test_what_an_earlier_fit_has_chosen_is_compared_with_the_others_after_a_change() -> None:
+    """If it fails, a second fit with the same strategy knows one compressor only."""
+    (chosen, found), (others, _) = run_ranks(_choose_again_after_a_change)
+    assert chosen == others == "bf16"
+    assert [what for _, what in found["events"]] == ["drift"]
+    assert [candidate["plan"] for candidate in found["candidates"]] == ["uncompressed", "int8", "bf16"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

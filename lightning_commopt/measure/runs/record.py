@@ -256,7 +256,7 @@ class Tuning:
     chosen: str  # name of the plan at the end of the fit
     num_search_steps: int  # number of steps in all searches
     lost_steps: float  # time lost to searching, in steps with the user's plan
-    calibration_lost_steps: float  # the part of `lost_steps` before the first candidate was tried
+    calibration_lost_steps: float  # the part of `lost_steps` that calibrations have cost
     candidates: Sequence[TriedPlan]  # the user's plan, then the others
     not_allowed: Mapping[str, float]  # compressors by name, each with the share of a step that it could save at most
     events: Sequence[tuple[int, str]]  # step of the fit; "drift" or "check", "rolled back" or "forbidden"
