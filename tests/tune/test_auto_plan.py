@@ -223,6 +223,21 @@ def test_a_link_that_has_become_slower_brings_other_candidates(is_guarded: bool)
     assert "predicted were" in first["found"]["verdict"]
 
 
+def _fit_lossless_while_the_link_changes() -> dict[str, Any]:
+    with scripted({_SMALL: 0.7}, change=(700, {_SMALL: 2.8, _VIEW: 1.2})):
+        strategy = CommOptDDP(plan="auto")
+        trained = _fit(strategy, Tiny(), epochs=500)
+    return {"trained": trained, "plain": _fit(DDPStrategy(), Tiny(), epochs=500), "chosen": strategy.plan}
+
+
+@pytest.mark.exhaustive
+def test_observing_again_within_a_fit_trains_the_same_bits() -> None:
+    """If it fails, gradients are lost or added twice where the plan goes back to the user's to be observed."""
+    for rank in run_ranks(_fit_lossless_while_the_link_changes):
+        assert rank["chosen"] == _VIEW
+        assert_same(rank["trained"], rank["plain"])
+
+
 def _fit_fixed(arguments: dict[str, Any]) -> set[CommPlan]:
     fixed = {key.removesuffix("_list"): value for key, value in arguments.items()}
     others = [{**fixed, "bucket_cap_mb": 100}, {**fixed, "static_graph": True}]
