@@ -12,7 +12,7 @@ from lightning_commopt.cost.predict import Candidate
 from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
 from lightning_commopt.plan import Plan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
-from lightning_commopt.tune.director import Director
+from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.limits import MAX_STEPS
 
 _WHY = {
@@ -51,8 +51,12 @@ def text_to_log(director: Director, plans: Sequence[Plan]) -> str:
     """Returns the text to log during the fit: that a search begins, and later `verdict`; empty before."""
     if director.is_searching:
         others = "; ".join(plan.name for plan in plans[1:])
-        return f"A search begins, of at most {MAX_STEPS} steps. The plan is {plans[0].name}; candidates are {others}."
-    return "" if director.status == "measuring" else verdict(director, plans)
+        why = "The step time has changed. " if director.events and director.events[-1].what == "drift" else ""
+        steps = f"A search begins, of at most {MAX_STEPS} steps."
+        return f"{why}{steps} Your plan is {plans[0].name}; candidates are {others}."
+    if director.status == "measuring" or director.visit.arm == CALIBRATE:
+        return ""
+    return verdict(director, plans)
 
 
 def verdict(director: Director, plans: Sequence[Plan]) -> str:

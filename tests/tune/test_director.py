@@ -16,7 +16,7 @@ from lightning_commopt.tune.calibration import Shortlist
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.gains import TimedVisit, gains
 from lightning_commopt.tune.search import Report, Search, SearchResult
-from lightning_commopt.tune.verdict import verdict
+from lightning_commopt.tune.verdict import text_to_log, verdict
 from support.cross_section import sampled
 from support.simulated_fit import HEAVY_NOISES, NOISES, Change, Driven, Outcome, Predictions, noise, simulate
 
@@ -196,6 +196,26 @@ def test_where_nothing_is_tried_it_is_told_what_would_help(not_allowed: dict[str
         director.shortlist = Shortlist(own, (), not_allowed)
         director.advance(Report((1.0,) * director.visit.num_steps, 0.0))
     assert verdict(director, [CommPlan()]) == f"The plan stays: {CommPlan().name}. {told}"
+
+
+def test_the_log_says_why_a_search_begins_again_and_each_result_once() -> None:
+    """If it fails, a search in the middle of a fit has no reason, or its earlier result is logged again."""
+    director, plans, texts = Director(20000), [CommPlan(), CommPlan(bucket_cap_mb=1)], list[str]()
+    while director.budget.num_done < 6000:
+        visit, has_changed = director.visit, director.budget.num_done > 3000
+        base, other = (
+            Candidate(plan, Prediction(step_s=step_s, low_s=step_s, high_s=step_s, exposed_s=0.0))
+            for plan, step_s in zip(plans, (3.0, 1.0) if has_changed else (1.0, 0.5), strict=True)
+        )
+        if visit.arm == CALIBRATE:
+            director.shortlist = Shortlist(base, (other,), {})
+        step_s = (other if visit.arm > 0 else base).prediction.step_s
+        director.advance(Report((step_s,) * visit.num_steps, 0.1))
+        if (text := text_to_log(director, plans)) not in ("", *texts[-1:]):
+            texts.append(text)
+    begins, chosen = "A search begins", "Chosen after 30 steps of search"
+    expected = [begins, chosen, begins, chosen, f"The step time has changed. {begins}", chosen]
+    assert [text[: len(start)] for text, start in zip(texts, expected, strict=False)] == expected
 
 
 @pytest.mark.parametrize(("known_s", "is_chosen"), [(0.5, True), (1.3, False)])

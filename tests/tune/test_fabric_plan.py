@@ -125,7 +125,7 @@ def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
         if rank == 0:
             assert result["tuning"]["status"] == "faster"
             begins, ends = result["logged"]
-            assert begins.startswith("plan='auto': A search begins, of at most 49 steps. The plan is uncompressed")
+            assert begins.startswith("plan='auto': A search begins, of at most 49 steps. Your plan is uncompressed")
             assert ends == f"plan='auto': {result['tuning']['verdict']}"
             assert "Chosen after" in result["tuning"]["verdict"]
 
