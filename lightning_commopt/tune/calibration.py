@@ -22,6 +22,7 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.ddp.observed import before_backward
+from lightning_commopt.tune import limits
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.training import TunedTraining
 
@@ -172,6 +173,19 @@ class Shortlist(NamedTuple):
     base: Candidate[Any]
     candidates: tuple[Candidate[Any], ...]
     not_allowed: dict[str, float]
+
+    @property
+    def expected(self) -> list[float | None]:
+        """What `Search` expects of the user's plan and the candidates."""
+        ratios = [candidate.prediction.high_s / self.base.prediction.step_s for candidate in self.candidates]
+        return [1.0, *(None if math.isnan(ratio) else ratio for ratio in ratios)]
+
+    @property
+    def handicaps(self) -> dict[int, float]:
+        """What `Search` requires of lossy candidates, unless the user's own compressor is lossy."""
+        hooks = [candidate.plan.comm_hook for candidate in (self.base, *self.candidates)]
+        is_lossy = [hook is not None and hook.claims.is_lossy for hook in hooks]
+        return {arm: limits.LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]}
 
 
 def unpredicted(base: Any, tries: Sequence[Any]) -> Shortlist:

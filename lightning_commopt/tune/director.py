@@ -158,30 +158,19 @@ class Director:
         while True:
             yield from self._calibrate(before_s)
             before_s = []
-            if self.shortlist is not None and self.shortlist.candidates:
+            shortlist = self.shortlist
+            if shortlist is not None and shortlist.candidates:
                 self.status = "searching"
-                self._begin_with(self.shortlist)
+                self._begin(shortlist.expected, arm=1 if self.chosen else 0, handicaps=shortlist.handicaps)
                 yield from self._search()
                 yield from self._watch_and_search()
                 continue
-            self.status = "unpredictable" if self.shortlist is None else "nothing promising"
+            self.status = "unpredictable" if shortlist is None else "nothing promising"
             self._begin([1.0])
             yield from self._watch()
             self._min_pause *= 2
             if not self.budget.allows_calibration(self.base_s):
                 yield from self._end()
-
-    def _begin_with(self, shortlist: Shortlist) -> None:
-        """Begins with the candidates of a calibration."""
-        base_s = shortlist.base.prediction.step_s
-        ratios = [candidate.prediction.high_s / base_s for candidate in shortlist.candidates]
-        hooks = [candidate.plan.comm_hook for candidate in (shortlist.base, *shortlist.candidates)]
-        is_lossy = [hook is not None and hook.claims.is_lossy for hook in hooks]
-        self._begin(
-            [1.0, *(None if math.isnan(ratio) else ratio for ratio in ratios)],
-            arm=1 if self.chosen else 0,
-            handicaps={arm: limits.LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]},
-        )
 
     def _calibrate(self, before_s: Sequence[float]) -> _Visits:
         """Observes the user's plan.
@@ -269,6 +258,7 @@ class Director:
             look, num_steps = Look.of(report.seconds), WATCH_STEPS
             if self.chosen != arm:
                 self.events.append(Event(self.budget.num_done, "forbidden"))
+                is_open = self.shortlist is None or any(expected != math.inf for expected in self._expected[1:])
                 drift = Drift()
                 continue
             if look is None:
@@ -284,19 +274,20 @@ class Director:
                     self.chosen, drift, is_open = 0, Drift(), True
                     self._undecided = []
                     continue
-                gain = result.gains[result.arm].gain
                 if drift.num_shifted:  # nobody knows what a step with the user's plan takes now
                     continue
-                saved = min(gain, 1 - look.step_s / result.base_s)
-                self.budget.lost_steps -= limits.CREDIT * saved * len(report.seconds)
-                # What such a search costs, over steps with the plan that it has chosen.
-                cost_steps = result.lost_s / result.base_s + result.num_steps * gain
-                if self.budget.num_done >= searched_at + cost_steps / limits.CHECK_SHARE:
+                self._credit(result, look, len(report.seconds))
+                if self.budget.num_done >= searched_at + result.cost_steps / limits.CHECK_SHARE:
                     self.events.append(Event(self.budget.num_done, "check"))
                     return
             # The noise may have ceased since, or the budget suffice.
             if is_open and self.budget.num_done >= self._search_from:
                 return
+
+    def _credit(self, result: SearchResult, look: Look, num_steps: int) -> None:
+        """Adds to the budget what the plan that a search has chosen saved in some steps."""
+        saved = min(result.gains[result.arm].gain, 1 - look.step_s / result.base_s)
+        self.budget.lost_steps -= limits.CREDIT * saved * num_steps
 
     def _note_drift(self, drift: Drift) -> None:
         self.events.append(Event(self.budget.num_done, "drift"))

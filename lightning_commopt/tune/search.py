@@ -59,6 +59,11 @@ class SearchResult:
     why: str = "none faster"
     has_more: bool = False
 
+    @property
+    def cost_steps(self) -> float:
+        """What such a search costs over steps with the plan that it has chosen, in steps with the user's plan."""
+        return self.lost_s / self.base_s + self.num_steps * self.gains[self.arm].gain
+
 
 Searching = Generator[Visit, Report, SearchResult]
 

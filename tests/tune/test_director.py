@@ -117,15 +117,17 @@ def test_a_calibration_that_predicts_nothing_is_repeated() -> None:
 
 
 def test_a_plan_that_was_ruled_out_is_left_and_that_is_no_change_of_the_link() -> None:
-    """If it fails, the user's plan is slower than the one that was left, and a search begins for it."""
-    director = Driven([None, None], 100000, arm=1)
-    for step in range(20):
-        if step == 5:
-            director.forbid([1])
-        director.advance(Report(((1.0, 0.5)[director.visit.arm],) * director.visit.num_steps))
-    assert director.visit.arm == 0
-    assert [event.what for event in director.events] == ["forbidden"]
-    assert not director.is_searching
+    """If it fails, a search begins because the user's plan is slower than the one that was left, or others are left."""
+    for others, chosen in (([0.5], 0), ([0.5, 0.6], 2)):
+        arms_s = [1.0, *others]
+        director = Driven([None] * len(arms_s), 100000)
+        while director.budget.num_done < 2000:
+            if director.visit.num_steps == 100 and director.budget.num_done > 500:
+                director.forbid([1])
+            director.advance(Report((arms_s[director.visit.arm],) * director.visit.num_steps, 0.1))
+        assert director.visit.arm == director.chosen == chosen
+        assert [event.what for event in director.events] == ["forbidden"]
+        assert len(director.searches) == len(others)
 
 
 def test_candidates_that_lose_make_room_for_others() -> None:
