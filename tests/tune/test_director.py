@@ -387,6 +387,36 @@ def test_a_choice_that_does_not_hold_is_rolled_back() -> None:
     assert [event.what for event in director.events] == ["rolled back"]
 
 
+def test_the_way_to_the_chosen_plan_is_paid_for_once() -> None:
+    """If it fails, a report has lost fewer steps than the search took, or more with every hundred steps."""
+    director = Driven([None, None], 100000)
+    while director.is_searching:
+        director.advance(Report(((1.0, 0.7)[director.visit.arm],) * director.visit.num_steps, 0.1))
+    lost = [director.lost_steps]
+    for _ in range(3):
+        director.advance(Report((0.7,) * director.visit.num_steps, 5.0))
+        lost.append(director.lost_steps)
+    assert [after - before for before, after in itertools.pairwise(lost)] == pytest.approx([5.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_after_a_change_time_counts_in_steps_of_the_new_length_if_they_are_the_users(chosen: int) -> None:
+    """If it fails, a fit that has become slower can spend no more than before, or one that became faster too much."""
+    director = Driven([None, None], 100000)
+    while director.is_searching:
+        director.advance(Report(((1.0, 0.7 if chosen else 1.3)[director.visit.arm],) * director.visit.num_steps, 0.1))
+    assert director.chosen == chosen
+    director.base_s, lost_steps = 1.0, math.nan
+    while not director.is_searching and director.budget.num_done < 1500:
+        lost_steps, step_s = director.budget.lost_steps, 4.0 if director.budget.num_done > 500 else (1.0, 0.7)[chosen]
+        director.advance(Report((step_s,) * director.visit.num_steps))
+    num_done, factor = director.budget.num_done, 1.0 if chosen else 1 / 4
+    assert [event.what for event in director.events] == ["drift"]
+    assert director.budget.base_steps == pytest.approx(factor * num_done)
+    assert director.budget.lost_steps == pytest.approx(factor * lost_steps)
+    assert director.base_s == (1.0 if chosen else 4.0)
+
+
 def test_a_search_begins_when_steps_have_changed_in_two_looks() -> None:
     """If it fails, one disturbed look begins a search, or a link that has become faster never does."""
     for looks_s, is_searching in (([2.0, 1.0, 2.0, 1.0, 2.0, 1.0], False), ([0.5] * 4, True)):
