@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from commopt_diagnose.nccl_log.collectors import unquoted
 from commopt_diagnose.nccl_log.skipping import INFO, Block, Repeats
 from lightning_commopt.text.findings import Line
 
@@ -61,14 +61,6 @@ _JOINED_TIME = re.compile(
 )
 # Colors of a terminal, also as syslog and editors write them.
 _ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
-# A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
-_STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
-_LOGGED = re.compile(r"NCCL (?:INFO|WARN|ERROR|TRACE|version) |atchdog caught|\[rank\d+\]:")
-# Where Docker, journald and clouds keep a line that has no such mark, as the last error of PyTorch below its head.
-_KEPT = re.compile(
-    r'\s*(?:\{(?:.*[,{\s])?)?"(?:log|@?message|msg|MESSAGE|textPayload|line|body|_raw)"\s*:\s*("(?:[^"\\]|\\.)*")'
-)
-_MAX_COLLECTORS = 3  # collectors may pass a line on to each other, each in a string of its own
 _LINK = re.compile(r"\[([^\[\]\s]+)\]\(https?://[^()\s]*\)")  # what chats and mails make of the name of a file
 # What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
 _REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")
@@ -221,7 +213,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     >>> found.host, found.device, found.place, found.level, found.text
     (None, 0, 'misc/socket.cc:446', 'WARN', 'wrong type 3 != 4')
     """
-    for part in _unquoted(text).split("\n"):
+    for part in unquoted(text).split("\n"):
         whole = _ESCAPES.sub("", part)
         whole = _LINK.sub(r"\1", whole) if "](http" in whole else whole
         text, repeated = whole, _REPEATED.search(whole)
@@ -231,31 +223,6 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
             if repeated is not None:
                 message.whole_line, message.num_left_out = whole, int(repeated[1]) - 1  # the line shown is one of them
             yield message
-
-
-def _unquoted(text: str) -> str:
-    r"""Returns what a program wrote, without what a collector of logs has put around it.
-
-    >>> _unquoted(r'{"log":"a:1:2 [0] NCCL INFO Using eth0:10.0.0.1\u003c0\u003e\n","stream":"stdout"}')
-    'a:1:2 [0] NCCL INFO Using eth0:10.0.0.1<0>'
-    """
-    for _ in range(_MAX_COLLECTORS):
-        strings = _STRING.findall(text) if '"' in text and _LOGGED.search(text) else []
-        string = next(filter(_LOGGED.search, strings), None)
-        if string is None and text.lstrip().startswith(("{", '"')) and (kept := _KEPT.match(text)):
-            string = kept[1]
-        if string is None:
-            break
-        text = _text_of(string)
-    return text
-
-
-def _text_of(string: str) -> str:
-    """Returns what a string in quotes holds."""
-    try:
-        return str(json.loads(string)).rstrip()
-    except ValueError:  # CSV has no escapes
-        return string[1:-1]
 
 
 def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Message]:
@@ -276,6 +243,10 @@ def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Mes
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
         yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
         return
+    before = text[: starts[0][1]]
+    if _is_of_interest(before):
+        # Another program has written into the line, or an editor has left out the ends of lines.
+        yield Message(file=file, number=number, whole_line=text, text=before.strip()[:_MAX_CHARACTERS])
     for (mark, _, head, host, numbers), following in zip(starts, [*starts[1:], None], strict=True):
         end = len(text) if following is None else max(mark.end(), following[1])
         rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
@@ -285,6 +256,12 @@ def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Mes
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
         message.is_alone = following is None
         yield message
+
+
+@lru_cache(maxsize=1 << 10)  # a launcher puts the same few texts in front of all lines
+def _is_of_interest(text: str) -> bool:
+    raw = text.encode(errors="replace")
+    return Block(raw).is_of_interest(raw)
 
 
 def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:

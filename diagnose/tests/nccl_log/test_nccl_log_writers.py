@@ -100,6 +100,19 @@ def test_two_lines_in_one() -> None:
     assert found[1].text == "Connected all rings"
 
 
+def test_the_text_of_another_program_in_front_of_a_head() -> None:
+    """If it fails, a log of which all ends of lines are lost hides the timeout in front of its first line of NCCL."""
+    watchdog = (
+        "[rank1]:[E104 18:02:55 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=5, NumelOut=5, Timeout(ms)=600000) ran for 600050 milliseconds"
+    )
+    bootstrap = "n1:812:812 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.5<0>"
+    log = read(f"vLLM is using nccl==2.27.3 {watchdog} before timing out. {bootstrap}\n")
+    assert [timeout.rank for timeout in log.timeouts.values()] == [1]
+    assert list(log.packages) == ["2.27.3"]
+    assert [process.host for process in log.processes] == ["n1"]
+
+
 def test_a_broken_line_in_front_of_a_head() -> None:
     """Ranks that write at the same time break each other's lines; no host comes of that."""
     broken = "node-a:400node-a:4010:4015 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[2] via P2P/CUMEM/read\n"
