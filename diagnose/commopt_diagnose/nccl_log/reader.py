@@ -27,7 +27,7 @@ from commopt_diagnose.nccl_log.messages import (
 from commopt_diagnose.nccl_log.ras_json import RasJson
 from commopt_diagnose.nccl_log.skipping import Repeats
 from commopt_diagnose.nccl_log.torch_lines import PATTERNS, TorchLines
-from commopt_diagnose.nccl_log.warnings import explain
+from commopt_diagnose.nccl_log.warn_texts import explain
 from commopt_diagnose.nccl_log.writers import Writers
 from lightning_commopt.text.findings import Line
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.complaints import Progress, Timeout
 from commopt_diagnose.nccl_log.lines import MAX_CONTINUED, Message
-from commopt_diagnose.nccl_log.warnings import explain
+from commopt_diagnose.nccl_log.warn_texts import explain
 from lightning_commopt.text.findings import Line, read_texts
 
 _TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
 from commopt_diagnose.findings import Reason
 from commopt_diagnose.nccl_log.communicators import NcclLog, ranks_of
 from commopt_diagnose.nccl_log.complaints import LoggedWarning, Progress, RasReport, Timeout
 from commopt_diagnose.nccl_log.messages import MAX_RANKS
 from commopt_diagnose.nccl_log.paths import finding, reason
-from lightning_commopt.text.findings import Finding, Severity, read_texts
+from commopt_diagnose.nccl_log.warn_texts import WarnText, explain
+from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
 # The results of NCCL's functions, each at the index of its number.
@@ -33,38 +31,6 @@ _OF_TIMEOUTS = ("local_timeout", "dump_signal", "empty_gather")
 _OF_RESULTS = ("torch_error", "torch_remote_error", "refused_call", "after_error")
 
 
-class WarnText(NamedTuple):
-    """A kind of warning."""
-
-    code: str
-    place: re.Pattern[str]  # pattern for the file and line in NCCL's source
-    pattern: re.Pattern[str]  # pattern for the text
-    reason: Reason
-    severity: Severity | Literal["follows"]  # "follows": if there is another warning, only a consequence of it
-
-
-@cache
-def _table() -> list[WarnText]:
-    table = []
-    for code, values in read_texts(Path(__file__).with_name("warn_texts.txt")).items():
-        place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
-        severity: Any = values.get("as", "error")
-        confidence: Any = values.get("is", "likely")
-        table.append(WarnText(code, place, pattern, Reason(values["why"], values["try"], (), confidence), severity))
-    return table
-
-
-def explain(text: str, place: str) -> WarnText | None:
-    """Returns the first entry of the table that matches a warning; None for an unknown one.
-
-    >>> explain("Cuda failure 217 'peer access is not supported'", "transport/shm.cc:590").code
-    'shared_memory_refused'
-    >>> explain("The moon is in the wrong place", "") is None
-    True
-    """
-    return next((entry for entry in _table() if entry.place.search(place) and entry.pattern.search(text)), None)
-
-
 def find_warnings(log: NcclLog) -> Iterator[Finding]:
     """Finds warnings of NCCL, each kind once, with what it means; unknown ones are repeated as they are.
 
@@ -76,6 +42,8 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
     places = {warning.text: warning.place for warning in reversed(log.warnings) if ":" in warning.place}
     kinds = ((explain(w.text, w.place if ":" in w.place else places.get(w.text, w.place)), w) for w in log.warnings)
     groups = grouped((kind or unknown.sub("#", warning.text)[:80], warning) for kind, warning in kinds)
+    if _goes_on_without_nvls(log, groups):
+        groups = {_as_refused(kind): warnings for kind, warnings in groups.items()}
     has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
     first = None if has_cause else _first_of_consequences(groups)
     for kind, warnings in groups.items():
@@ -94,6 +62,22 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
             severity: Severity = "error" if kind.severity == "follows" else kind.severity
             yield finding(severity, kind.code, *warnings[:3], what=what, why=kind.reason)
     yield from _find_silent_errors(log)
+
+
+def _as_refused(kind: WarnText | str) -> WarnText | str:
+    """Returns a kind as it is where NCCL goes on without NVLS."""
+    if isinstance(kind, str) or kind.code != "nvls":
+        return kind
+    return kind._replace(severity="warning", reason=reason("nvls_refused"))
+
+
+def _goes_on_without_nvls(log: NcclLog, groups: Mapping[WarnText | str, Sequence[LoggedWarning]]) -> bool:
+    """Returns whether NVLS failed and nothing else did after it, which is so where it refuses the program's buffers."""
+    codes = {kind.code for kind in groups if isinstance(kind, WarnText)}
+    has_failed = log.timeouts or any(process.failed_at for process in log.processes) or codes & set(_OF_RESULTS)
+    is_raised = any(warning.place == "Last error" for warnings in groups.values() for warning in warnings)
+    is_ready = any(member.finished for communicator in log.communicators for member in communicator.all_members)
+    return not (has_failed or is_raised) and (is_ready or "buffer_registration" in codes)
 
 
 def _first_of_consequences(kinds: Iterable[WarnText | str]) -> WarnText | None:

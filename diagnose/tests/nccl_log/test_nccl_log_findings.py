@@ -15,7 +15,7 @@ import pytest
 
 from commopt_diagnose import nccl_log
 from commopt_diagnose.nccl_log.findings import find_all
-from commopt_diagnose.nccl_log.warnings import explain
+from commopt_diagnose.nccl_log.warn_texts import explain
 from diagnose_support.nccl_sample_logs import HEALTHY, PLUGIN, RCCL, SOCKETS, TRACEBACK, SampleJob, read, told, watchdog
 from lightning_commopt.text.findings import read_texts
 
@@ -288,6 +288,15 @@ LOGS: dict[str, list[str]] = {
     "RCCL without a line of its network": [RCCL],
     "NUMA balancing": ["h:1:1 [0] init.cc:142 NCCL WARN NUMA auto balancing enabled which can lead to variability"],
     "full memory of NVLS is not the GPU that is full": [NVLS],
+    "NVLS refuses the buffers of a program, and NCCL goes on": [
+        SampleJob().mixed(),
+        f"{HEAD[: -len('NCCL INFO ')]}transport/nvls.cc:621 NCCL WARN Cuda failure 1 'invalid argument'",
+    ],
+    "NVLS fails, and so does the communicator": [
+        SampleJob().mixed(),
+        f"{HEAD[: -len('NCCL INFO ')]}transport/nvls.cc:621 NCCL WARN Cuda failure 1 'invalid argument'",
+        f"{HEAD}transport/nvls.cc:330 -> 1",
+    ],
     "any line may follow the error": [NVLS.partition("Failed")[0], "step 7: loss 0.1"],
     "a plugin that cannot be loaded is why TCP is used": [PLUGIN],
     "no plugin": [PLUGIN.replace("version `GLIBC_2.34' not found", "cannot open shared object file")],
