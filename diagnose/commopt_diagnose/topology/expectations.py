@@ -16,6 +16,7 @@ _TEXTS = read_texts(Path(__file__).with_name("expectations.txt"))
 # GeForce boards, and vGPUs such as A100-40C: NVIDIA's drivers have no P2P over PCIe for them.
 _WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX|\w-\d{1,3}[ABCQ]\b")
 _NVLINK_BY_CAPABILITY: dict[int | None, float] = {60: 20e9, 86: 14e9, 100: 50e9, 103: 50e9, 107: 50e9}
+_MAX_NVLINKS_BEFORE_HOPPER = 12  # of an A100; the links of H100 and newer GPUs have two rates
 _MAX_STEPS = 10_000  # bounds the search for a ring
 _MAX_GPUS = 512  # with more GPUs no ring is searched for
 
@@ -84,6 +85,9 @@ def _expect_of_nvlink(number: int, name: str, capability: int | None) -> Expecta
     model = nvlink_model(name)
     bytes_per_s = model.bytes_per_s if model else _NVLINK_BY_CAPABILITY.get(capability, 25e9)
     is_unknown = model is None and capability is None
+    if is_unknown and number > _MAX_NVLINKS_BEFORE_HOPPER:
+        text, source, _ = _expect("more_than_12_nvlinks")
+        return Expectation(text.format(hopper=number * 25, blackwell=number * 50), source)
     of_models = " (25 a link on V100, A100, H100; 50 on B200, 14 on RTX A6000 and 3090)" if is_unknown else ""
     copies = "; copies reached 93 of 100 over 4 links, 47 of 50 over 2" if bytes_per_s == 25e9 else ""
     rate = number * bytes_per_s
@@ -105,7 +109,12 @@ def expect_all_reduce(machine: Machine) -> Expectation | None:
     links = [machine.link(*pair) for pair in machine.gpu_pairs()]
     is_hopper = all(nvlink_model(gpu.name) in (None, _HOPPER) for gpu in machine.gpus)
     is_published = len(machine.gpus) == 8 and is_hopper and all(link == Link("NV", 18) for link in links)
-    return _expect("8_h100") if is_published else None
+    if not is_published:
+        return None
+    expected = _expect("8_h100")
+    if all(gpu.name or gpu.compute_capability == 90 for gpu in machine.gpus):
+        return expected
+    return Expectation(_TEXTS["8_without_names"]["text"].format(text=expected.text), expected.source)
 
 
 def is_switched(machine: Machine) -> bool:

@@ -83,12 +83,16 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
     if ring.worst == "SYS":
         nodes = {gpu.label: gpu.numa_node for gpu in machine.gpus}
         hidden = "; SYS is also within a NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
+        unknown = "; whether it is the link between sockets is unknown: no GPU has cores or a NUMA node here, as in WSL"
         smaller = f"; for small models {len(island)} GPUs without it: CUDA_VISIBLE_DEVICES={numbers}"
         parted = "; with several NUMA nodes on a socket (NPS, SNC), it may stay within one"
         several = parted if len(set(nodes.values()) - {None}) > _MAX_SOCKETS else ""
         far = [pair for pair in machine.gpu_pairs() if machine.link(*pair) == Link("SYS")]
         is_hidden = any(nodes[one] == nodes[other] is not None for one, other in far)
         texts["hidden"] = hidden if is_hidden else several
+        texts["sockets"] = ", the link between sockets"
+        if not any(gpu.cpus or gpu.numa_node is not None for gpu in machine.gpus):
+            texts["hidden"], texts["sockets"] = unknown, ""
         yield _finding("slow", "ring_over_sockets", **texts, smaller=smaller if len(island) > 1 else "")
     elif ring.worst != "NV" and any(link.kind == "NV" for link in machine.links.values()):
         yield _finding("slow", "ring_leaves_nvlink", **texts)

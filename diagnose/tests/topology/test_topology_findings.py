@@ -7,7 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from commopt_diagnose.topology.expectations import expect_between_gpus, expect_to_nic, find_ring, nvlink_model
+from commopt_diagnose.topology.expectations import (
+    expect_all_reduce,
+    expect_between_gpus,
+    expect_to_nic,
+    find_ring,
+    nvlink_model,
+)
 from commopt_diagnose.topology.findings import find_all
 from commopt_diagnose.topology.machine import Gpu, Link, Machine, Nic, parse_cpus
 from commopt_diagnose.topology.smi_text import read_smi_text
@@ -78,6 +84,36 @@ def test_a_ring_that_must_cross_sockets() -> None:
     assert "2 times in the best one found" in of_cut.what
     hidden = found("pcie_8", gpus=lambda low, high: "SYS", nodes=lambda gpu: 0)
     assert "a virtual machine or the BIOS may hide" in hidden["ring_over_sockets"].why
+
+
+def test_two_gpus_of_wsl() -> None:
+    """If it fails, a desktop with one socket is said to have gradients cross the link between two."""
+    table = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \tSYS\t\t\tN/A\nGPU1\tSYS\t X \t\t\tN/A\n"
+    (ring,) = find_all(read_smi_text(table, "sent"))
+    assert "crosses SYS (1 time" in ring.what
+    assert "unknown: no GPU has cores or a NUMA node here, as in WSL" in ring.why
+    (of_two_sockets,) = find_all(read_smi_text(table.replace("SYS\t\t\t", "SYS\t0-7\t0\t"), "sent"))
+    assert "crosses SYS, the link between sockets" in of_two_sockets.what
+
+
+def test_18_nvlinks_without_a_name_have_two_rates() -> None:
+    """If it fails, eight B200 are expected to have half their rate."""
+    table = SAMPLES["nvswitch_8"].tabbed()
+    unnamed = read_smi_text(table, "sent")
+    rate = expect_between_gpus(Link("NV", 18), unnamed.gpus[0])
+    assert rate is not None
+    assert rate.text.startswith("450 GB/s")
+    assert "900 by that of B200" in rate.text
+    assert rate.bytes_per_s is None
+    of_all = expect_all_reduce(unnamed)
+    assert of_all is not None
+    assert of_all.text.startswith("if these are H100")
+    assert of_all.bytes_per_s is None
+    named = expect_all_reduce(read_smi_text("GPU 0-7: NVIDIA H100 80GB HBM3\n" + table, "sent"))
+    assert named is not None
+    assert named.text.startswith("all-reduce over 8 H100")
+    assert named.bytes_per_s == 241e9
+    assert expect_all_reduce(read_smi_text("GPU 0-7: NVIDIA B200\n" + table, "sent")) is None
 
 
 def test_rings() -> None:
