@@ -19,7 +19,7 @@ _HEADING = re.compile(r"CPU\s+Affinity|GPU\s+NUMA\s+ID|NUMA(?:\s+Affinity)?", re
 _HEADING_WORDS = ("cpu", "numa", "gpu", "affinity", "id")
 _CELL = re.compile(r"[A-Z][A-Z0-9#?]{0,9}|-|\?+|\.{2,3}|N/A")
 _ROW = re.compile(r"(GPU|NIC|mlx\w{0,3}_)\d{1,4}\s+(X|NV\d+|PIX|PXB|PHB|NODE|SYS|SOC|PSB)(\s|$)")
-_GLUED_LABELS = re.compile(r"(?<=\d)(?=(?:GPU|NIC|mlx5_)\d)")
+_GLUED_LABELS = re.compile(r"(?<=\d)(?=(?:GPU|NIC|mlx5_)\d|CPU\s+Affinity|N/A)")
 _GLUED_CELLS = re.compile(r"(NV\d+|PIX|PXB|PHB|NODE|SYS|SOC)(?=(?:NV\d+|PIX|PXB|PHB|NODE|SYS|SOC)+\b)")
 _MAX_LABELS = 512
 

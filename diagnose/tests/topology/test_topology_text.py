@@ -223,6 +223,10 @@ def test_words_that_a_terminal_has_glued() -> None:
     machine = read_smi_text("\n".join(rows), "sent")
     assert [str(machine.link("GPU1", f"NIC{index}")) for index in range(3)] == ["NODE", "NODE", "PXB"]
     assert [gpu.numa_node for gpu in machine.gpus] == [0, 1]
+    head = "GPU0  GPU1  NIC0CPU Affinity  NUMA Affinity  GPU NUMA ID"
+    machine = read_smi_text(f"{head}\nGPU0 X NV18 PXB 0-55 0N/A\nGPU1 NV18 X NODE 56-99 1N/A\n", "sent")
+    assert [nic.name for nic in machine.nics] == ["NIC0"]
+    assert [gpu.numa_node for gpu in machine.gpus] == [0, 1]
 
 
 CUT_HEAD = """\
