@@ -297,6 +297,9 @@ LOGS: dict[str, list[str]] = {
         f"{HEAD[: -len('NCCL INFO ')]}transport/nvls.cc:621 NCCL WARN Cuda failure 1 'invalid argument'",
         f"{HEAD}transport/nvls.cc:330 -> 1",
     ],
+    "an exception of DeepEP has NCCL's error": [
+        "RuntimeError: NCCL exception (/a/nccl.cu:105): 5 (GIN_IB_PROXY does not support specifying qp depth)"
+    ],
     "any line may follow the error": [NVLS.partition("Failed")[0], "step 7: loss 0.1"],
     "a plugin that cannot be loaded is why TCP is used": [PLUGIN],
     "no plugin": [PLUGIN.replace("version `GLIBC_2.34' not found", "cannot open shared object file")],
