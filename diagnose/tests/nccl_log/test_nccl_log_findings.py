@@ -341,6 +341,9 @@ LOGS: dict[str, list[str]] = {
     "an error of vLLM is shown without its head and the traceback": [
         f"{VLLM}Last error:\n{VLLM}Cuda failure 'out of memory', Traceback (most recent call last):"
     ],
+    "an error behind the prefixes of vLLM's engine and of Ray": [
+        f"{RAY}{VLLM}Last error:\n{RAY}{VLLM}Cuda failure 'out of memory'"
+    ],
     "the size of a group where a gather proves it": [
         "[rank1]:[E a.cpp:1] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5,"
         " OpType=_ALLGATHER_BASE, NumelIn=10, NumelOut=160, Timeout(ms)=600000) ran for 600003"
