@@ -224,6 +224,8 @@ class LogReader:
         if "ccl" not in message.text and "CCL" not in message.text:
             return False
         version = find_version(message.text) if message.is_whole else None
+        if library := PATTERNS["tested_library"].search(message.text):
+            version = ".".join(str(int(number)) for number in library.groups())
         if version is not None:
             self.log.versions.setdefault(version, Fact(version, message.line))
         elif package := PATTERNS["package"].search(message.text):

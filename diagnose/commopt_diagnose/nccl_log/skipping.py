@@ -13,7 +13,7 @@ INFO = b" NCCL INFO "
 _OF_INTEREST = re.compile(
     rb"atchdog|nqueued|[Ll]ast error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|[Cc]uda|NCCL|HIP) failure[ :]"
     rb"|[NnRr](?:CCL|ccl).?[Vv]ersion|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): "
-    rb"|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was"
+    rb"|nccl-library=|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was"
     rb"|(?:with exception|what\(\)): +CUDA error"
     rb"|acquire GIL|\[rank\d+\]: ?\[E|\[rank\d+\]: [\w.]+(?:Error|Exception)\b"
     rb"|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"

@@ -56,6 +56,12 @@ def test_what_a_launcher_puts_in_front_does_not_matter(prefix: str) -> None:
     assert {process.host for process in log.processes} == {process.host for process in plain.processes}
 
 
+def test_nccl_tests_name_the_library_that_they_use() -> None:
+    """If it fails, the version is unknown in an output of nccl-tests that has no line of NCCL itself."""
+    log = read("[1,0]<stdout>:# nccl-tests version 2.17.6 nccl-headers=22907 nccl-library=22809\n")
+    assert list(log.versions) == ["2.28.9"]
+
+
 def test_carriage_returns_alone_end_lines(tmp_path: Path) -> None:
     """If it fails, a file that an editor has written so is one line, torn by processes that interrupt each other."""
     path = tmp_path / "log"
