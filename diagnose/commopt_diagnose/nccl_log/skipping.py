@@ -14,7 +14,7 @@ _OF_INTEREST = re.compile(
     rb"atchdog|nqueued|[Ll]ast error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|[Cc]uda|NCCL|HIP) failure[ :]"
     rb"|[NnRr](?:CCL|ccl).?[Vv]ersion|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): "
     rb"|nccl-library=|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was"
-    rb"|(?:with exception|what\(\)): +CUDA error"
+    rb"|(?:with exception|what\(\)): +CUDA error|Aborting process due to"
     rb"|acquire GIL|\[rank\d+\]: ?\[E|\[rank\d+\]: [\w.]+(?:Error|Exception)\b"
     rb"|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )"
@@ -39,7 +39,7 @@ _WORDS = (
     *(b"waiting for clients", b"waiting for workers", b"Out of memory", b"GetKeyValue", b"cqe with error"),
     *(b"double free", b"free(): ", b"alloc(): ", b"consolidate(): ", b"munmap_chunk", b"corrupted "),
     *(b"libfabric:", b"libibverbs: W", b"libuv", b"inconsistent 0 ", b"CUDA capability", b"CUDA_ERROR_", b"] PEER_"),
-    *(b"Not all ranks joining", b"missing ranks: ", b"Culprit", b"what(): ", b"# Avg bus"),
+    *(b"Not all ranks joining", b"missing ranks: ", b"Culprit", b"what(): ", b"# Avg bus", b"Aborting process"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

@@ -300,6 +300,14 @@ LOGS: dict[str, list[str]] = {
     "an exception of DeepEP has NCCL's error": [
         "RuntimeError: NCCL exception (/a/nccl.cu:105): 5 (GIN_IB_PROXY does not support specifying qp depth)"
     ],
+    "the watchdog of torchcomms": [
+        f"[rank{rank}] Aborting process due to timeout on rank {rank} - timeout watchdog detected operation timeout"
+        for rank in (1, 2)
+    ],
+    "the watchdog of torchcomms after an error of NCCL": [
+        "[TC] Aborting process due to error on rank 3 - timeout watchdog detected operation error.",
+        "node-a:10:11 [0] misc/socket.cc:590 NCCL WARN Error: No space left on device /dev/shm/nccl-x (28)",
+    ],
     "any line may follow the error": [NVLS.partition("Failed")[0], "step 7: loss 0.1"],
     "a plugin that cannot be loaded is why TCP is used": [PLUGIN],
     "no plugin": [PLUGIN.replace("version `GLIBC_2.34' not found", "cannot open shared object file")],
