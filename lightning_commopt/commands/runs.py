@@ -77,8 +77,11 @@ def report(
         Path | None, typer.Option(help="Earlier sweep, or its output of --json: list what is slower now beyond noise.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of the throughput that a setting may lose since --earlier.")
-    ] = 0.05,
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Share of the throughput that a setting may lose since --earlier; by default 0.05."
+        ),
+    ] = None,
 ) -> None:
     """Reports which plan is fastest, by how much and at what loss: on the terminal, as report.html and report.csv.
 
@@ -87,10 +90,14 @@ def report(
     with errors_in_a_line(ImportError):
         from lightning_commopt.report.build import build_report
         from lightning_commopt.report.outputs import finite, to_plain, write_csv, write_files
-        from lightning_commopt.report.regressions import find_regressions
+        from lightning_commopt.report.regressions import DEFAULT_TOLERANCE, find_regressions
         from lightning_commopt.report.terminal import print_regressions, print_report
 
     with errors_in_a_line():
+        if tolerance is None:
+            tolerance = DEFAULT_TOLERANCE
+        elif earlier is None:
+            raise ValueError(f"--tolerance {tolerance:g} is for a comparison: add --earlier, or leave it out")
         built = build_report(dirs, baseline=baseline)
         plain = to_plain(built)
         regressions = None if earlier is None else find_regressions(plain, earlier, tolerance=tolerance)

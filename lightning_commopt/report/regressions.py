@@ -130,6 +130,11 @@ def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float
 def _load(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return to_plain(build_report([path]))
+    if not path.exists():
+        raise FileNotFoundError(
+            f"--earlier {path} does not exist: give the directory of a sweep, or a file that holds the output of"
+            " commopt report --json"
+        )
     try:
         report = parse_json(path.read_bytes())
     except ValueError as error:

@@ -125,12 +125,20 @@ def test_no_file_says_where_it_was_made(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["sweep", "--earlier", "gone"], ["sweep", "--earlier", "sweep", "--tolerance", "5"], []]
+    ("arguments", "message"),
+    [
+        (["sweep", "--earlier", "gone"], "--earlier gone does not exist: give the directory of a sweep, or a file"),
+        (["sweep", "--earlier", "sweep", "--tolerance", "5"], "tolerance must be a share"),
+        (["sweep", "--tolerance", "0.1"], "--tolerance 0.1 is for a comparison: add --earlier, or leave it out"),
+        ([], "Missing argument"),
+    ],
 )
-def test_mistakes_have_a_status_of_their_own(tmp_path, monkeypatch, arguments):
+def test_mistakes_have_a_status_of_their_own(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     save_rates(tmp_path / "sweep", RATES)
-    assert "Traceback" not in _run(*arguments, status=2).output
+    output = _run(*arguments, status=2).output
+    assert "Traceback" not in output
+    assert message in output
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_reported(tmp_path):

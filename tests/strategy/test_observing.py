@@ -18,6 +18,7 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.sync.ddp import observed
 from lightning_commopt.sync.ddp.observed import observe, observe_wrapped
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
@@ -269,4 +270,20 @@ def test_what_cannot_be_seen_is_said_once() -> None:
     strategy.world_size = 2
     observe(strategy, StepRecorder(HostClock()))
     with pytest.warns(UserWarning, match="Elsewhere has no DDP buckets to observe"):
+        observe_wrapped(strategy)
+
+
+class Sharding(Elsewhere):
+    """Has a name of its own, because a warning comes once."""
+
+
+def test_a_sharded_model_has_times_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, each fit of FSDP2 with a monitor warns that something is missing, though nothing is."""
+    strategy = Sharding(torch.device("cpu"))
+    strategy.model = Tiny()
+    strategy.world_size = 2
+    monkeypatch.setattr(observed, "units_of", lambda model: [model])
+    observe(strategy, StepRecorder(HostClock()))
+    with catch_warnings():
+        simplefilter("error")
         observe_wrapped(strategy)

@@ -93,9 +93,11 @@ def observe_wrapped(strategy: LightningStrategy) -> None:
     if not isinstance(observers, _AddedObservers) or not observers:
         return
     if not isinstance(model, DistributedDataParallel):
-        if getattr(strategy, "world_size", 1) > 1:
-            sees_more = has_collective_hooks() or (model is not None and bool(units_of(model)))
-            timed = "the phases of steps and their collectives" if sees_more else "only the phases of steps"
+        # The collectives of FSDP2 say all that buckets would.
+        has_units = model is not None and bool(units_of(model))
+        if getattr(strategy, "world_size", 1) > 1 and not has_units:
+            phases = "the phases of steps"
+            timed = f"{phases} and their collectives" if has_collective_hooks() else f"only {phases}"
             warn_once(f"{type(strategy).__name__} has no DDP buckets to observe: {timed} are timed.")
         return
     if model in _BEFORE_BACKWARD:
