@@ -161,7 +161,7 @@ class CommOptModelParallel(StartsRanks, ModelParallelStrategy):
         for name, sync in _syncs_in(state) if self._saves_comm_state and has_optimizer else ():
             if sync.gradients is not None:
                 own, in_directory = sync.gradients.state(), self._save_distributed_checkpoint
-                gathered = gather_state(own, self, is_in_batch=False, in_directory=in_directory)
+                gathered = gather_state(own, self, can_save=True, in_directory=in_directory)
                 if gathered is not None:
                     states[name], saved[name] = own, gathered
         state = {**state, KEY: saved} if saved else state

@@ -244,13 +244,14 @@ def read_state(
 
 
 def gather_state(
-    state: AnyState | None, strategy: RunningStrategy, *, is_in_batch: bool, in_directory: bool = False
+    state: AnyState | None, strategy: RunningStrategy, *, can_save: bool, in_directory: bool = False
 ) -> dict[str, Any] | None:
     """Returns the mapping for a checkpoint, complete on rank 0, which writes it; None if there is nothing to save.
 
     All ranks should call it. If an exception or a signal keeps some from calling it between the same two batches, it
-    warns, and returns None on all. Within a batch (``is_in_batch``) no state can be saved. With ``in_directory`` only
-    the shapes of tensors are gathered, because each rank writes its own tensors.
+    warns, and returns None on all. On a rank within a batch no state can be saved, nor on one whose fit has failed,
+    which the others probably do not know (``can_save=False``). With ``in_directory`` only the shapes of tensors are
+    gathered, because each rank writes its own tensors.
     """
     if state is None:
         return None
@@ -259,7 +260,7 @@ def gather_state(
     part = to_plain(state)
     if strategy.world_size == 1:
         return to_checkpoint(state.compressor, state.num_syncs, [map_tensors(Tensor.cpu, part)])
-    if not all_ranks_save(None if is_in_batch else str(state.num_syncs), strategy):
+    if not all_ranks_save(str(state.num_syncs) if can_save else None, strategy):
         warn(
             "A checkpoint is saved without the state of comm_hook: not all ranks saved it between the same two batches."
         )

@@ -162,7 +162,7 @@ class ModuleSyncs:
         for name, module in modules.items():
             entry = self._find(module)
             if entry is not None:
-                gathered[name] = gather_state(entry.sync.state(), self._strategy, is_in_batch=entry.is_running)
+                gathered[name] = gather_state(entry.sync.state(), self._strategy, can_save=not entry.is_running)
         return {name: saved for name, saved in gathered.items() if saved is not None}
 
     def restore(self, saved: Any, modules: Mapping[str, Any]) -> None:
