@@ -64,8 +64,8 @@ _DTYPES = {
 }
 """The dtypes of buckets by their names in a checkpoint, so that no name in a file is looked up in torch."""
 _PATIENCE_S = 60.0
-"""Time that rank 0 waits for the others at a checkpoint, unless the group's timeout is shorter. After an exception on
-some ranks only, the checkpoint is delayed by as much."""
+"""Time that rank 0 waits for the others at a checkpoint, unless the group's timeout is shorter. If some do not save
+it, the checkpoint is delayed by as much."""
 
 
 def to_plain(state: AnyState) -> dict[str, Any]:
