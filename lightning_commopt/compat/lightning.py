@@ -235,7 +235,7 @@ def has_failed(module: LightningModule | None) -> bool:
     """
     if module is None or not has_trainer(module):
         return False
-    return module.trainer.state.status == "interrupted" and isinstance(sys.exc_info()[1], Exception)
+    return module.trainer.interrupted and isinstance(sys.exc_info()[1], Exception)
 
 
 def is_interactive() -> bool:
