@@ -228,16 +228,6 @@ def has_trainer(module: LightningModule) -> bool:
     return module._trainer is not None
 
 
-def has_failed(module: LightningModule | None) -> bool:
-    """Returns whether this rank handles an error that has ended the fit of a module.
-
-    It is False for an interrupt, which all ranks get.
-    """
-    if module is None or not has_trainer(module):
-        return False
-    return module.trainer.interrupted and isinstance(sys.exc_info()[1], Exception)
-
-
 def is_interactive() -> bool:
     """Returns whether Lightning regards this program as a notebook or an interactive interpreter."""
     modules = (sys.modules.get(f"{fabric}.utilities.imports") for fabric in _FABRICS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.sync.strategies import RunningStrategy, TrainersStrategy
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.watch.join_watch import watch_joining
+from lightning_commopt.watch.peers import ORDERLY
 
 
 class FromPlan:
@@ -144,6 +146,18 @@ def is_fit(strategy: TrainersStrategy) -> bool:
     module = strategy.lightning_module
     # After a fit in spawned processes, the module in the process that started them is attached to no Trainer.
     return module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
+
+
+def own_exception(strategy: TrainersStrategy) -> BaseException | None:
+    """Returns the exception that has ended the fit on this rank, and perhaps on no other, while it is handled."""
+    module, exception = strategy.lightning_module, sys.exc_info()[1]
+    is_interrupted = module is not None and has_trainer(module) and module.trainer.interrupted
+    return exception if is_interrupted and type(exception).__name__ not in ORDERLY else None
+
+
+def has_failed(strategy: TrainersStrategy) -> bool:
+    """Returns whether this rank handles an error that has ended its fit; not Ctrl+C, which all ranks get."""
+    return isinstance(own_exception(strategy), Exception | SystemExit)
 
 
 def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.lightning import has_failed, optimizer_is_toggled
+from lightning_commopt.compat.lightning import optimizer_is_toggled
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_options import NcclOptions
@@ -261,7 +261,7 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._save_comm_state and "optimizer_states" in checkpoint:
-            can_save = not (self._is_in_batch() or has_failed(self.lightning_module))
+            can_save = not (self._is_in_batch() or base.has_failed(self))
             saved = gather_state(self.gradient_sync.state(), self, can_save=can_save)
             if saved is not None:
                 checkpoint[KEY] = self.auto_plan.add_choice(saved)

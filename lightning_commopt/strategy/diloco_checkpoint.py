@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.strategy.base import is_fit
+from lightning_commopt.strategy.base import is_fit, own_exception
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.checkpoint import KEY, all_ranks_save, open_checkpoint, to_checkpoint, to_plain
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
@@ -27,7 +26,6 @@ from lightning_commopt.sync.gather import map_tensors
 from lightning_commopt.sync.state import AnyState, CheckpointError, CommState
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn
-from lightning_commopt.watch.peers import ORDERLY
 from lightning_commopt.watch.times import STALLED_S
 
 
@@ -111,9 +109,8 @@ class SavesRanks(LivingCollectives):
 
         The text continues "A checkpoint ...". All ranks that save get the same result.
         """
-        trainer = trainer_of(self)
-        is_open = batch_is_open(trainer)
-        if trainer.interrupted and self.world_size > 1 and not _ends_all_ranks(sys.exc_info()[1]):
+        is_open = batch_is_open(trainer_of(self))
+        if self.world_size > 1 and own_exception(self) is not None:
             # Perhaps this rank alone saves a checkpoint, and would wait for the others for ever.
             position = None if is_open else str(rounds.num_steps)
             if self._living is not None or not all_ranks_save(position, self, patience_s=STALLED_S):
@@ -186,11 +183,6 @@ class SavesRanks(LivingCollectives):
             self._begin_again(self.rounds)
             assert self.lightning_module is not None
             self._inner.resume(self.lightning_module)
-
-
-def _ends_all_ranks(exception: BaseException | None) -> bool:
-    """Returns whether all ranks raise an exception together. None stands for one that was handled earlier."""
-    return exception is None or type(exception).__name__ in ORDERLY
 
 
 def _to_plain(state: AnyState) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt.compat.fsdp import has_own_divide_factor
-from lightning_commopt.compat.lightning import has_failed
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_options import NcclOptions
@@ -231,7 +230,7 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
         state = saved = None
         if self.sharded_sync is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
             state, in_directory = self.sharded_sync.state(), self._save_distributed_checkpoint
-            can_save = not (self._is_in_batch() or has_failed(self.lightning_module))
+            can_save = not (self._is_in_batch() or base.has_failed(self))
             saved = gather_state(state, self, can_save=can_save, in_directory=in_directory)
         if saved is not None:
             checkpoint[KEY] = saved

@@ -64,7 +64,7 @@ def verdict(director: Director, plans: Sequence[Plan]) -> str:
     sentences = [_choice(director, plans)]
     if untried := _untried(director, plans):
         sentences.append(f"Candidates that were not tried: {'; '.join(untried)}.")
-    if director.shortlist is not None and director.shortlist.not_allowed and _is_predicted(director):
+    if director.shortlist is not None and director.shortlist.not_allowed and not director.has_drifted:
         name, share = max(director.shortlist.not_allowed.items(), key=lambda item: item[1])
         sentences.append(
             f"{name}, lossy, would save up to {short_percent(share)} of a step: lossy=[{name!r}], or commopt tune"
@@ -147,7 +147,7 @@ def _untried(director: Director, plans: Sequence[Plan]) -> list[str]:
 
 
 def _predicted(director: Director, arm: int) -> str:
-    if director.shortlist is None or arm > len(director.shortlist.candidates) or not _is_predicted(director):
+    if director.shortlist is None or arm > len(director.shortlist.candidates) or director.has_drifted:
         return ""
     interval = _interval(director.shortlist.candidates[arm - 1])
     if math.isnan(interval[0]):
@@ -158,11 +158,6 @@ def _predicted(director: Director, arm: int) -> str:
 
 def _interval(candidate: Candidate[Any]) -> tuple[float, float, float]:
     return candidate.prediction.step_s, candidate.prediction.low_s, candidate.prediction.high_s
-
-
-def _is_predicted(director: Director) -> bool:
-    """Returns whether predictions hold for the present: they were made before the step or the link has changed."""
-    return not director.has_drifted
 
 
 def _finite(value: float) -> float | None:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_commopt.compat import lightning as compat_lightning
-from lightning_commopt.compat.lightning import PACKAGES, count_samples, has_failed, num_steps_of, package_in_use
+from lightning_commopt.compat.lightning import PACKAGES, count_samples, num_steps_of, package_in_use
 from support.lightnings import PACKAGE, Callback
 from support.strategy_models import FEATURES, Tiny, trainer
 
@@ -136,34 +136,3 @@ def test_the_package_of_a_program_that_has_imported_both(
     else:
         with pytest.raises(ModuleNotFoundError, match=found):
             package_in_use()
-
-
-class _Fails(Callback):
-    """Raises in the first batch, and notes whether the fit has failed: before, and where the exception is handled."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error, self.noted = error, list[bool]()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        self.noted.append(has_failed(pl_module))
-        raise self._error
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self.noted.append(has_failed(pl_module))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("error", "is_failure"), [(ValueError(), True), (SystemExit(), False)], ids=["error", "exit"])
-def test_a_fit_has_failed_while_its_error_is_handled(error: BaseException, is_failure: bool) -> None:
-    """If it fails, a repeated fit saves no residuals, or a failed rank waits for others before it saves."""
-    callback, model = _Fails(error), Tiny()
-    batches: DataLoader[Any] = DataLoader([torch.zeros(FEATURES)])  # type: ignore[arg-type]
-    assert not has_failed(None)
-    assert not has_failed(model)
-    try:
-        raise MemoryError
-    except MemoryError:  # the fit repeats one that has failed
-        with pytest.raises(type(error)):
-            trainer("auto", callbacks=[callback]).fit(model, batches, batches)
-    assert callback.noted == [False, is_failure]
-    assert not has_failed(model)
