@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_commopt.strategy.living_collectives import _gather_metrics_over_living
 from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.store import poll
+from lightning_commopt.watch import times
 from support.lightnings import needs_sigterm_broadcast
 from support.patient_ranks import Ranks
 from support.patient_trainers import FROZEN, KILLED, RAISES, STEPS_PER_EPOCH, TERMINATED, Ended, Fit, fit, free_port
@@ -78,7 +79,9 @@ def test_all_ranks_end_together_after_sigterm(tmp_path: Path, options: dict[str,
 @pytest.mark.exhaustive
 def test_what_measures_and_watches_a_fit_lets_it_go_on(tmp_path: Path) -> None:
     """If it fails, CommTimeMonitor waits for the numbers of a dead rank, or HangMonitor ends the survivors."""
-    with Ranks(fit, 3, free_port(), Fit(tmp_path, {2: (KILLED, 17)}, is_watched=True)) as ranks:
+    # The survivors train for longer than a death stays unreported, as it is not once nobody is left to be told.
+    job = Fit(tmp_path, {2: (KILLED, 17)}, pause_s=times.DEATH_S / 8, is_watched=True)
+    with Ranks(fit, 3, free_port(), job) as ranks:
         ended = ranks.wait_for([0, 1])
     _check_survivors(ended)
     sentence = json.loads((tmp_path / "hangs" / "report.json").read_text())["sentence"]
