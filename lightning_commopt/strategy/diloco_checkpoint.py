@@ -113,7 +113,8 @@ class SavesRanks(LivingCollectives):
         if self.world_size > 1 and own_exception(self) is not None:
             # Perhaps this rank alone saves a checkpoint, and would wait for the others for ever.
             position = None if is_open else str(rounds.num_steps)
-            if self._living is not None or not all_ranks_save(position, self, patience_s=STALLED_S):
+            saves_alone = self._living is not None or self._guards.fails_alone
+            if saves_alone or not all_ranks_save(position, self, patience_s=STALLED_S):
                 return "after an exception has the global weights"
         if is_open:
             return "within a training batch has the global weights"

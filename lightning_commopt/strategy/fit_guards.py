@@ -133,6 +133,11 @@ class FitGuards:
             if self.fit_watch is not None:
                 self.fit_watch.fail(exception)
 
+    @property
+    def fails_alone(self) -> bool:
+        """Whether this rank has raised, and others that would not do without it go on; see `FitWatch.fails_alone`."""
+        return isinstance(self.fit_watch, FitWatch) and self.fit_watch.fails_alone
+
     def close(self) -> None:
         for guard in (self._sigterm_check, self.fit_watch):
             if guard is not None:

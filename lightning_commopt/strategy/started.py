@@ -11,7 +11,7 @@ from lightning_commopt.compat.lightning import package_of
 from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.strategy import remedies
 from lightning_commopt.strategy.adapters import BASES
-from lightning_commopt.strategy.base import FromPlan, join_group, wrap_in_ddp
+from lightning_commopt.strategy.base import FromPlan, has_failed, join_group, wrap_in_ddp
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import launcher_for
 
@@ -72,6 +72,11 @@ class StartedAsDDP(StartsRanks, _DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._guards.start(self)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks, but not on one that has failed alone, whose end the others have to notice."""
+        if not (has_failed(self) and self._guards.fails_alone):
+            super().barrier(*args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
         self._guards.fail(exception)

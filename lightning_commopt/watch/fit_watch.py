@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch.distributed as dist
 
@@ -59,15 +59,15 @@ class FitWatch:
         self._device = strategy.root_device
         self._launcher = launcher_pid(strategy.start_method)
         self._grace_s = getattr(strategy.launcher, "grace_s", None) or times.FIT_GRACE_S
-        self._rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         ranks_per_node, timeout = strategy.num_processes, strategy.timeout
         store = key_space("fit")
         first = self._rank - self._rank % ranks_per_node
-        first_ranks, address = range(0, world_size, ranks_per_node), strategy.cluster_environment.main_address
+        first_ranks, address = range(0, self._world_size, ranks_per_node), strategy.cluster_environment.main_address
         self._lifelines = Lifelines(store, self._rank, first_ranks, address)
         ranks_here = range(first, first + ranks_per_node)
-        self._peers = Peers(store, self._rank, world_size, ranks_here, self._lifelines, self._may_be_over)
-        common = store, self._rank, world_size, timeout.total_seconds()
+        self._peers = Peers(store, self._rank, self._world_size, ranks_here, self._lifelines, self._may_be_over)
+        common = store, self._rank, self._world_size, timeout.total_seconds()
         self._ends = EpochEnds(*common, partial(self._check_peers, "at the end of an epoch"))
         self._changes = ChangedParameters(*common, partial(self._check_peers, "before parameters change"))
         self._agreed: int | None = None
@@ -91,7 +91,7 @@ class FitWatch:
         if self._stop.is_set():
             return
         self._stop_watching()
-        self._peers.leave()
+        self._peers.leave_by_exception()
         if isinstance(exception, RuntimeError) and not isinstance(exception, UnevenBatchesError):
             failure = None if self._explanation else self._peers.failure_soon()
             cause = self._explanation if failure is None else failure.text
@@ -102,6 +102,15 @@ class FitWatch:
         text = self._peers.fail(exception)
         if text is not None and multiprocessing.parent_process() is not None:
             print_now(text)  # printed now, because the parent prints it only when all ranks have ended
+
+    @cached_property
+    def fails_alone(self) -> bool:
+        """Whether this rank has raised, and ranks that its checkpoint would wait for go on.
+
+        Rank 0 writes the checkpoint, for which the others wait; so they wait for rank 0 alone to raise, too.
+        """
+        others = range(1, self._world_size) if self._rank == 0 else [0]
+        return self._stop.is_set() and not self._peers.raise_soon(others)
 
     def agree_on_change(self, names: Sequence[str]) -> None:
         """Must be called if the model has changed, before a batch begins; see `ChangedParameters.agree`."""

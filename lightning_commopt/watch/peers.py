@@ -124,6 +124,16 @@ class Peers:
         self.set_waiting(True)
         self._has_left = True
 
+    def leave_by_exception(self) -> None:
+        """Writes to the store that an exception ends the fit on this rank."""
+        self.leave()
+        self.query_store(lambda: self._store.set(f"raised/{self._rank}", ""), None)
+
+    def raise_soon(self, ranks: Sequence[int]) -> bool:
+        """Returns whether exceptions end the fit on all of these ranks, too; waits a moment for them."""
+        keys = [f"raised/{rank}" for rank in ranks]
+        return poll(lambda: self.query_store(lambda: self._store.check(keys), False), times.STALLED_S)
+
     def failure(self) -> Failure | None:
         """Returns which other rank has failed first, as far as known; None if none has."""
         if self._failure is None:

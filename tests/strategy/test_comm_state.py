@@ -546,34 +546,6 @@ def test_a_rank_that_breaks_does_not_hang_the_checkpoint(rank: int, tmp_path: Pa
     assert KEY not in checkpoint
 
 
-class BreaksInValidation(Fed):
-    """Raises on rank 1 before a validation, whose metric meets the barrier of that rank's checkpoint."""
-
-    def on_validation_epoch_start(self) -> None:
-        if self.global_rank:
-            raise ArithmeticError("broken on purpose")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", 1.0, sync_dist=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self.train_dataloader()
-
-
-def _save_where_validation_breaks(folder: str) -> None:
-    strategy, saves = CommOptDDP(comm_hook=POWERSGD), OnExceptionCheckpoint(folder)
-    _fit(BreaksInValidation(), strategy, None, HALF, enable_checkpointing=True, callbacks=[saves])
-
-
-def test_a_rank_that_breaks_alone_lets_the_others_save(tmp_path: Path) -> None:
-    """If it fails, a rank waits for others to save the state of comm_hook, and they are ended without a checkpoint."""
-    answers = run_ranks_or_raise(_save_where_validation_breaks, str(tmp_path), world_size=2, limit_s=60)
-    assert all(trace is not None for _, trace in answers)
-    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
-    assert checkpoint["global_step"] > 0
-    assert KEY not in checkpoint
-
-
 def test_saving_disturbs_nothing(tmp_path: Path) -> None:
     """If it fails, saving a checkpoint changes the training or counts as traffic of gradients."""
     for (bytes_saved, params_saved), (num_bytes, params) in run_ranks(_saved_and_unsaved, tmp_path / "saved.ckpt"):

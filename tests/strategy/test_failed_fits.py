@@ -1,17 +1,21 @@
-"""What a strategy knows of an exception that has ended its fit."""
+"""What a strategy knows and does while an exception that has ended its fit is handled."""
 
 from __future__ import annotations
 
 import signal
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_commopt import CommOptDDP, CommOptDiLoCo, PowerSGD
 from lightning_commopt.strategy.base import has_failed
-from support.lightnings import PACKAGE, Callback
+from lightning_commopt.sync.checkpoint import KEY
+from support.lightnings import PACKAGE, Callback, OnExceptionCheckpoint
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import FEATURES, Tiny, trainer
 
 SIGTERMException = import_module(f"{PACKAGE}.utilities.exceptions").SIGTERMException
@@ -52,3 +56,47 @@ def test_a_fit_has_failed_while_its_error_is_handled(error: BaseException, is_fa
         signal.signal(signal.SIGINT, before)  # Lightning ignores it from Ctrl+C on
     assert callback.noted == [False, is_failure]
     assert not has_failed(run.strategy)
+
+
+class _Breaks(Tiny):
+    """Raises on rank 1: in the third batch of training, or before a validation, whose metric needs all ranks."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._break("training", batch_idx == 2)
+
+    def on_validation_epoch_start(self) -> None:
+        self._break("validation", True)
+
+    def _break(self, where: str, is_there: bool) -> None:
+        if self.global_rank == 1 and where == self._where and is_there:
+            raise ArithmeticError("broken on purpose")
+
+
+def _save_alone(where: str, strategy: Any, folder: Path) -> None:
+    batches = DataLoader(TensorDataset(torch.ones(8, FEATURES), torch.ones(8, 1)))
+    run: Any = trainer(strategy, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(folder)])
+    run.fit(_Breaks(where), batches, batches)
+
+
+@pytest.mark.parametrize(
+    ("where", "strategy"),
+    [
+        ("training", CommOptDDP()),
+        ("validation", CommOptDDP(comm_hook=PowerSGD(min_compression_rate=0.5))),
+        pytest.param("training", CommOptDDP(comm_hook=PowerSGD()), marks=pytest.mark.exhaustive),
+        pytest.param("training", CommOptDiLoCo(sync_every=3), marks=pytest.mark.exhaustive),
+    ],
+    ids=["training", "validation", "compressed", "diloco"],
+)
+def test_a_rank_that_breaks_alone_lets_the_others_save(where: str, strategy: Any, tmp_path: Path) -> None:
+    """If it fails, a rank waits at its checkpoint for others, which are ended meanwhile without a checkpoint."""
+    (_, trace_0), (_, trace_1) = run_ranks_or_raise(_save_alone, where, strategy, tmp_path, world_size=2, limit_s=60)
+    assert trace_0 is not None
+    assert (trace_1 or "").rstrip().endswith("ArithmeticError: broken on purpose")
+    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert checkpoint["global_step"] > 0
+    assert not checkpoint.get(KEY, {}).get("ranks")
