@@ -137,7 +137,7 @@ def test_resumed_training_goes_on_bit_for_bit(distributed: bool, tmp_path: Path)
         ({"bucket_cap_mb": 25}, "bucket_cap_mb is an option of DDP"),
         ({"comm_hook": "powersgd"}, "averages whole gradients"),
         ({"plan": "auto"}, "not available for sharded models in Fabric"),
-        ({"lossy": ["int8"]}, "unknown option 'lossy'"),
+        ({"lossy": ["int8"]}, "unknown option 'lossy'; known options: comm_hook"),
     ],
     ids=str,
 )

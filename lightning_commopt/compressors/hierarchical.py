@@ -40,13 +40,18 @@ class Hierarchical(Wrapper):
         ranks_per_node: number of consecutive ranks on each node; None for the number that the launcher has started.
 
     Raises:
-        ValueError: ``inner`` is not a compressor, or ``ranks_per_node`` is below 1.
+        ValueError: ``inner`` is not a compressor or has a `Hierarchical`, or ``ranks_per_node`` is below 1.
     """
 
     ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if is_hierarchical(self.inner):
+            raise ValueError(
+                "inner of 'hierarchical' averages across nodes, so it must not be or contain another 'hierarchical',"
+                f" got {self.inner!r}"
+            )
         if self.ranks_per_node is not None:
             check_integer("ranks_per_node", self.ranks_per_node, at_least=1)
 

@@ -159,7 +159,10 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
         problem = "has no records of steps"
         if not Path(run_dir).is_dir():
             problem = "is not a directory" if Path(run_dir).exists() else "does not exist"
-        raise FileNotFoundError(f"{run_dir} {problem}: expected {rank_file(run_dir, 0)}, which CommTimeMonitor writes")
+        is_own_folder = Path(run_dir).name == FOLDER and any(Path(run_dir).glob("rank_*.jsonl"))
+        hint = f"; did you mean its parent, {Path(run_dir).parent}?" if is_own_folder else ""
+        expected = rank_file(run_dir, 0)
+        raise FileNotFoundError(f"{run_dir} {problem}: expected {expected}, which CommTimeMonitor writes{hint}")
     ranks, unreadable = [], ""
     for path in paths:
         try:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_to_config
-from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.compressors.registry import canonical_name, compressor_name
 from lightning_commopt.text.validation import did_you_mean, plain_number
 
 
@@ -31,6 +31,15 @@ def check_known(name: str, known: Sequence[str]) -> None:
     if name not in known:
         hint = did_you_mean(name, known)
         raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}{hint}")
+
+
+def comm_hook_hint(value: object) -> str:
+    """Returns the end of an error message about a value that names a compressor, or "" if it names none.
+
+    >>> comm_hook_hint("int8")
+    "; did you mean comm_hook='int8'?"
+    """
+    return f"; did you mean comm_hook={value!r}?" if canonical_name(value) is not None else ""
 
 
 @contextmanager
@@ -99,7 +108,7 @@ class Plan(ABC):
         if not isinstance(plan, str | Path):
             raise OptionError(f"plan must be {allowed}, the path of a file or None, got {plan!r}")
         if not Path(plan).is_file():
-            hint = did_you_mean(str(plan), words)
+            hint = comm_hook_hint(plan) or did_you_mean(str(plan), words)
             raise OptionError(f"plan must be {allowed}, or the path of a file, but there is no file {plan!r}{hint}")
         return cls.load(plan)
 

@@ -15,8 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_commopt.compressors.catalog import recommended
 from lightning_commopt.compressors.hierarchical import is_hierarchical
-from lightning_commopt.compressors.registry import names_with_option
+from lightning_commopt.compressors.registry import canonical_name, names_with_option
 from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError, Plan, UnknownOptionError
+from lightning_commopt.plan.base import check_known, comm_hook_hint
 from lightning_commopt.plan.ddp import check_option_names, ddp_options
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.text.validation import did_you_mean, warn_once
@@ -105,7 +106,7 @@ def sharded_plan_from_arguments(
     passed, options, lightning_arguments = _split_arguments(arguments, ShardedPlan)
     for name in arguments["kwargs"]:
         if name in (*passed, "kwargs") or name not in {*ddp_options(), *CommPlan.options(), "ddp_comm_hook"}:
-            raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*passed])}")
+            check_known(name, [*passed])
         ShardedPlan.check_names([name])
     check_arguments(passed)
     if passed["plan"] == AUTO and "lossy" not in passed:
@@ -127,7 +128,7 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
             within_node = f"wraps a model in DDP only within a node: write inner={{{name!r}: ...}}"
             reason = within_node if "inner" in passed else "does not use DDP in Fabric"
             raise OptionError(f"{name} is an option of DDP, and DiLoCo {reason}")
-        raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*passed])}")
+        check_known(name, [*passed])
     check_arguments(passed)
     if passed.get("uneven_batches") == "allow":
         raise OptionError(
@@ -165,7 +166,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, (is_allowed, allowed) in _ALLOWED.items():
         value = arguments.get(name)
         if name in arguments and not is_allowed(value):
-            hint = did_you_mean(value, _CHOICES.get(name, ()))
+            hint = comm_hook_hint(value) or did_you_mean(value, _CHOICES.get(name, ()))
             raise OptionError(f"{name} must be {allowed}, got {value!r}{hint}")
     uneven_batches = arguments.get("uneven_batches")
     if uneven_batches in ("drop", "pad") and not arguments["watch"]:
@@ -206,7 +207,8 @@ _NUM_STEPS = _is_count, "a number of steps above 0 or None"
 _SWITCH = (lambda value: isinstance(value, bool)), "true or false"
 _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "accelerator": (
-        lambda value: value != "" and not isinstance(value, int | float),
+        # The first positional argument of a strategy is the accelerator, where users write a compressor by mistake.
+        lambda value: value != "" and not isinstance(value, int | float) and canonical_name(value) is None,
         'an Accelerator, the name of one, such as "gpu", or None',
     ),
     "parallel_devices": (_optional(lambda value: isinstance(value, list)), "a list of torch.device or None"),

@@ -14,6 +14,7 @@ HOOKS = [
     *({"name": "alternating_powersgd", "matrix_rank": 0}, {"name": "bf16", "accumulate": "float64"}),
     *({"name": "int8", "block_size": 100}, {"name": "int8", "block_size": 512}, {"name": "int4", "block_size": 16}),
     *({"name": "hierarchical"}, {"name": "hierarchical", "inner": "none"}),
+    {"name": "hierarchical", "inner": {"name": "hierarchical", "inner": "int8"}},
     {"name": "hierarchical", "inner": "bf16", "ranks_per_node": 0},
     *({"name": "powersgd", "rank": 2}, {"name": "powersgd", "residual_type": "bfloat16"}),
     {"name": "int8", "inner": "bf16"},

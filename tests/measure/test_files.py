@@ -271,6 +271,12 @@ def test_without_files_the_error_names_what_was_expected(tmp_path):
         read_run(tmp_path / "nowhere")
 
 
+def test_the_error_for_the_folder_of_the_files_names_the_run(tmp_path):
+    write_run(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"did you mean its parent, {tmp_path}\?$"):
+        read_run(rank_file(tmp_path, 0).parent)
+
+
 def test_ranks_are_in_order_and_missing_ones_are_reported(tmp_path):
     for rank in (10, 9, 2):
         StepWriter(rank_file(tmp_path, rank), header(rank, world_size=11)).write(STEPS)

@@ -36,9 +36,10 @@ DDP = [
     (CommOptDDP, {"uneven_batches": "allow", "sigterm_every_n_steps": 5}),
     (CommPlan.from_dict, {"options": {"param_hook": "int8"}}),
     *one_by_one(CommOptDDP, timeout=[30, timedelta()], start_method=["forks"], process_group_backend=[1]),
-    *one_by_one(CommOptDDP, accelerator=[2], parallel_devices=[2], device_ids=[[0]]),
+    *one_by_one(CommOptDDP, accelerator=[2, "int8"], parallel_devices=[2], device_ids=[[0]]),
     *one_by_one(CommOptDDP, ddp_comm_hook=["bf16"], ddp_comm_wrapper=[1], model_averaging_period=[0]),
-    *one_by_one(fabric.CommOptDDP, timeout=[30], start_method=["forks"], device_ids=[[0]]),
+    *one_by_one(CommOptDDP, plan=["bf16"]),
+    *one_by_one(fabric.CommOptDDP, accelerator=["int8"], timeout=[30], start_method=["forks"], device_ids=[[0]]),
 ]
 _ON_NODES = {"name": "hierarchical", "inner": "int8"}
 DILOCO = [
@@ -50,6 +51,7 @@ DILOCO = [
     # Known before the ranks of a fit have joined, whatever the compressor is in.
     (CommOptDiLoCo, {"patience_s": 3, "comm_hook": {"name": "by_size", "min_numel": 2, "inner": _ON_NODES}}),
     *one_by_one(DiLoCoPlan, mixing=[1.0]),
+    *one_by_one(CommOptDiLoCo, accelerator=["int8"], plan=["int8"]),
 ]
 BASELINES = [
     call
@@ -100,7 +102,7 @@ def test_of_fsdp2(golden: Callable[[str, str], None]) -> None:
     [
         (NaiveDP, "bucket_cap", "unknown option 'bucket_cap'; known options: accelerator, "),
         (InterleavedDP, "bucket_cap", "unknown option 'bucket_cap'; known options: accelerator, "),
-        (CommOptModelParallel, "comm_hok", "unknown option 'comm_hok'; did you mean 'comm_hook'"),
+        (CommOptModelParallel, "comm_hok", r"unknown option 'comm_hok'; known options: .*; did you mean 'comm_hook'"),
     ],
 )
 def test_unknown_options(strategy: Callable[..., object], option: str, meant: str) -> None:
