@@ -105,12 +105,12 @@ class FitWatch:
 
     @cached_property
     def fails_alone(self) -> bool:
-        """Whether this rank has raised, and ranks that its checkpoint would wait for go on.
+        """Whether this rank has raised, and ranks that its checkpoint would wait for go on; the same on all that raise.
 
         Rank 0 writes the checkpoint, for which the others wait; so they wait for rank 0 alone to raise, too.
         """
         others = range(1, self._world_size) if self._rank == 0 else [0]
-        return self._stop.is_set() and not self._peers.raise_soon(others)
+        return self._stop.is_set() and not self._peers.raise_together(others)
 
     def agree_on_change(self, names: Sequence[str]) -> None:
         """Must be called if the model has changed, before a batch begins; see `ChangedParameters.agree`."""

@@ -26,6 +26,7 @@ ORDERLY = ("SIGTERMException", "_TunerExitException")
 """Names of Lightning's exceptions that end a fit on all ranks as intended."""
 
 _NUM_IDLE = "num_idle"
+_ENDING = "ending"
 
 
 class Failure(NamedTuple):
@@ -129,10 +130,19 @@ class Peers:
         self.leave()
         self.query_store(lambda: self._store.set(f"raised/{self._rank}", ""), None)
 
-    def raise_soon(self, ranks: Sequence[int]) -> bool:
-        """Returns whether exceptions end the fit on all of these ranks, too; waits a moment for them."""
+    def raise_together(self, ranks: Sequence[int]) -> bool:
+        """Returns whether exceptions end the fit on all of these ranks, too; waits a moment for them.
+
+        The first rank that calls it decides for all, so that a rank which raises later than others does not wait where
+        these have not waited for it.
+        """
         keys = [f"raised/{rank}" for rank in ranks]
-        return poll(lambda: self.query_store(lambda: self._store.check(keys), False), times.STALLED_S)
+        has_ended = poll(
+            lambda: self.query_store(lambda: self._store.check(keys) or self._store.check([_ENDING]), False),
+            times.STALLED_S,
+        )
+        decision = "together" if has_ended else "alone"
+        return self.query_store(lambda: self._store.compare_set(_ENDING, "", decision) == b"together", False)
 
     def failure(self) -> Failure | None:
         """Returns which other rank has failed first, as far as known; None if none has."""

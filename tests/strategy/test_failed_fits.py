@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import signal
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo, PowerSGD
 from lightning_commopt.strategy.base import has_failed
 from lightning_commopt.sync.checkpoint import KEY
+from lightning_commopt.sync.gather import values_of_all_ranks
+from lightning_commopt.watch import times
 from support.lightnings import PACKAGE, Callback, OnExceptionCheckpoint
-from support.ranks import run_ranks_or_raise
+from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import FEATURES, Tiny, trainer
 
 SIGTERMException = import_module(f"{PACKAGE}.utilities.exceptions").SIGTERMException
@@ -74,6 +78,28 @@ class _Breaks(Tiny):
     def _break(self, where: str, is_there: bool) -> None:
         if self.global_rank == 1 and where == self._where and is_there:
             raise ArithmeticError("broken on purpose")
+
+
+class _RaisesLate(Tiny):
+    """Raises on all ranks before the first step, on rank 1 later than rank 0 waits for it."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(2 * times.STALLED_S * self.global_rank)
+        raise ArithmeticError("broken on purpose")
+
+
+def _catch_and_go_on(folder: Path) -> list[Any]:
+    batches = DataLoader(TensorDataset(torch.ones(8, FEATURES), torch.ones(8, 1)))
+    saves = OnExceptionCheckpoint(folder)
+    with pytest.raises(ArithmeticError):
+        trainer(CommOptDDP(), enable_checkpointing=True, callbacks=[saves]).fit(_RaisesLate(), batches, batches)
+    return values_of_all_ranks(dist.get_rank())
+
+
+def test_a_program_that_catches_the_same_error_on_all_ranks_goes_on(tmp_path: Path) -> None:
+    """If it fails, a rank that raises late waits in the checkpoint's barrier, and meets the program's collective."""
+    assert run_ranks(_catch_and_go_on, tmp_path, world_size=2) == [[0, 1]] * 2
+    assert (tmp_path / "on_exception.ckpt").exists()
 
 
 def _save_alone(where: str, strategy: Any, folder: Path) -> None:
