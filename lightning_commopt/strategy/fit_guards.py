@@ -135,7 +135,7 @@ class FitGuards:
 
     @property
     def fails_alone(self) -> bool:
-        """Whether this rank has raised, and others that would not do without it go on; see `FitWatch.fails_alone`."""
+        """Whether this rank has raised while other ranks go on; see `FitWatch.fails_alone`."""
         return isinstance(self.fit_watch, FitWatch) and self.fit_watch.fails_alone
 
     def close(self) -> None:
