@@ -27,6 +27,8 @@ from lightning_commopt.compat.wrapping import wrap_method
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+_HANDLER_OF_SIGTERM = "_sigterm_notifier_fn"
+
 
 def broadcasts_sigterm(trainer: Trainer) -> bool:
     """Returns whether this Lightning broadcasts SIGTERM before every batch."""
@@ -75,6 +77,29 @@ def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]
             raise
 
     return around_broadcast_calls(trainer, reporting)
+
+
+def let_failed_ranks_ignore_sigterm(trainer: Trainer, has_failed: Callable[[], bool]) -> Callable[[], None]:
+    """Keeps Lightning's handler of SIGTERM from broadcasting on a rank that ends its fit with an error.
+
+    Launchers send SIGTERM to all other ranks when one has failed. Once that one has ended, the broadcast raises,
+    wherever the main thread is: a checkpoint that a callback saves at an error is then lost. This must be called before
+    Lightning registers its handlers; it returns a function to undo it.
+    """
+
+    def handle(inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
+        if has_failed():
+            _pass_on(trainer, number)
+        else:
+            inner(number, frame)
+
+    return wrap_method(trainer._signal_connector, _HANDLER_OF_SIGTERM, handle)
+
+
+def _pass_on(trainer: Trainer, number: int) -> None:
+    """Sends a signal to the ranks that this one has started, as Lightning's handler does."""
+    if trainer.strategy.launcher is not None:
+        trainer.strategy.launcher.kill(number)
 
 
 def run_whatever_handlers_raise(end: Callable[[], None]) -> None:
@@ -130,7 +155,7 @@ class SigtermCheck:
             wrap_method(loop, SIGTERM_BROADCAST, self._before_batch),
             wrap_method(loop, "run", self._run_epoch),
             wrap_method(loop.val_loop, "run", self._run_validation),
-            wrap_method(connector, "_sigterm_notifier_fn", self._receive_sigterm),
+            wrap_method(connector, _HANDLER_OF_SIGTERM, self._receive_sigterm),
             wrap_method(connector, "_slurm_sigusr_handler_fn", self._receive_slurm_signal),
         ]
 
@@ -157,10 +182,8 @@ class SigtermCheck:
             self._undo.pop()()
 
     def _receive_sigterm(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
-        launcher = self._trainer.strategy.launcher
-        if launcher is not None and not self._has_received:
-            # As Lightning does, this passes the signal on to the ranks that this one has started.
-            launcher.kill(number)
+        if not self._has_received:
+            _pass_on(self._trainer, number)
         self._has_received = True
 
     def _receive_slurm_signal(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:

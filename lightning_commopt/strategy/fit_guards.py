@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,13 @@ import torch.distributed as dist
 from lightning_commopt.compat.clock import decide_on_time
 from lightning_commopt.compat.lightning import batches_that_stepped
 from lightning_commopt.compat.loops import restore_loaders
-from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm, is_queued_again
-from lightning_commopt.strategy.base import is_fit
+from lightning_commopt.compat.sigterm import (
+    SigtermCheck,
+    broadcasts_sigterm,
+    is_queued_again,
+    let_failed_ranks_ignore_sigterm,
+)
+from lightning_commopt.strategy.base import has_failed, is_fit
 from lightning_commopt.strategy.remedies import explain_error
 from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
@@ -45,7 +51,7 @@ class FitGuards:
         self._sigterm_check: SigtermCheck | None = None
         self.fit_watch: FitWatch | PatientWatch | None = None
         self._trainer: Trainer | None = None
-        self._undo_time_check: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
 
     def start(self, strategy: WatchedStrategy) -> None:
         """Starts the guards if the strategy is about to fit. All ranks must call it."""
@@ -53,8 +59,10 @@ class FitGuards:
             self._trainer = trainer_of(strategy)
             self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
             self._sigterm_check = self._check_sigterm(strategy)
+            if strategy.world_size > 1:
+                self._undo.append(let_failed_ranks_ignore_sigterm(self._trainer, partial(has_failed, strategy)))
             if strategy.world_size > 1 and self._default_every_n_steps is None:
-                self._undo_time_check = decide_on_time(self._trainer, self._is_validation_due)
+                self._undo.append(decide_on_time(self._trainer, self._is_validation_due))
 
     def _is_validation_due(self, is_due: bool) -> bool:
         """Returns whether validation by time is due on rank 0; ranks ask rank 0 as often as they agree on SIGTERM."""
@@ -142,8 +150,8 @@ class FitGuards:
         for guard in (self._sigterm_check, self.fit_watch):
             if guard is not None:
                 guard.close()
-        if self._undo_time_check is not None:
-            self._undo_time_check()
+        while self._undo:
+            self._undo.pop()()
         if self._trainer is not None:
             restore_loaders(self._trainer)
-        self._sigterm_check = self.fit_watch = self._trainer = self._undo_time_check = None
+        self._sigterm_check = self.fit_watch = self._trainer = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,7 +65,10 @@ def test_a_fit_has_failed_while_its_error_is_handled(error: BaseException, is_fa
 
 
 class _Breaks(Tiny):
-    """Raises on rank 1: in the third batch of training, or before a validation, whose metric needs all ranks."""
+    """Raises on rank 1: in the third batch of training, or before a validation, whose metric needs all ranks.
+
+    Rank 0 receives a launcher's SIGTERM while it saves, as if rank 1 had ended before.
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -78,6 +83,12 @@ class _Breaks(Tiny):
     def _break(self, where: str, is_there: bool) -> None:
         if self.global_rank == 1 and where == self._where and is_there:
             raise ArithmeticError("broken on purpose")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            with mock.patch.object(dist, "broadcast", side_effect=RuntimeError("Connection closed by peer")):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.05)  # the handler runs in it
 
 
 class _RaisesLate(Tiny):
