@@ -234,14 +234,14 @@ class Talking(Tiny):
 
 
 class Embedded(Tiny):
-    """Looks rows up in a table whose gradient is sparse."""
+    """Adds rows of a table, whose sparse gradient has the memory of the gradient that the first layer gets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(10, FEATURES, sparse=True)
+        self.table = nn.Embedding(10, 24, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x + self.table((x[:, 0].abs() * 10).long() % 10))
+        return self.layers[1:](self.layers[0](x) + self.table((x[:, 0].abs() * 10).long() % 10))
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)

@@ -103,7 +103,7 @@ MODES = {
     "zeroed_in_place": Mode(module=Keeping),
     "compiled": Mode(module=lambda: Compiled("eager"), without=_SMALL),
     "compiled_aot": Mode(module=lambda: Compiled("aot_eager"), without=_SMALL),
-    "sparse": Mode(module=Embedded),
+    "sparse": Mode(module=Embedded, exact=None),
     "swa": Mode(
         trainer=lambda: {
             "max_epochs": 3,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.torch import bucket_parameters, registered_hooks
 from lightning_commopt.compressors import Layout
@@ -60,6 +61,22 @@ class BucketOrder:
 def synced_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
     """Returns the parameters that DDP synchronizes in a model that was just wrapped, by name and in DDP's order."""
     return {name: parameter for name, parameter in known_parameters(model).items() if parameter.requires_grad}
+
+
+def sparse_parameters(model: DistributedDataParallel) -> list[Parameter]:
+    """Returns the parameters of a model that was just wrapped whose gradients are sparse."""
+    modules = [module for module in model.module.modules() if getattr(module, "sparse", False)]
+    return [x for module in modules for x in module.parameters(recurse=False) if x.requires_grad]
+
+
+def separate_sparse_gradients(model: DistributedDataParallel) -> list[RemovableHandle]:
+    """Gives sparse gradients memory of their own; returns the autograd hooks that do so.
+
+    The values of an embedding's gradient are the memory of its output's gradient. If the output was added to that of
+    another module, backward computes this module's gradients from the same memory. DDP divides in place, so without
+    these hooks they would be divided twice.
+    """
+    return [parameter.register_hook(Tensor.clone) for parameter in sparse_parameters(model)]
 
 
 def known_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:

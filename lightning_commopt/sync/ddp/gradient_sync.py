@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.torch import add_hooks, comm_hooks, flush_static_graph, hook_numbers, hooks_of
 from lightning_commopt.compressors.wrappers import start_step_of
@@ -26,7 +27,7 @@ from lightning_commopt.sync.ddp.attach import (
     preserve_buffers,
     unwrap,
 )
-from lightning_commopt.sync.ddp.buckets import gradient_bytes
+from lightning_commopt.sync.ddp.buckets import gradient_bytes, separate_sparse_gradients
 from lightning_commopt.sync.ddp.checkpoint import usable_state
 from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.ddp.observed import TorchHook, observe_all_reduce
@@ -65,6 +66,7 @@ class GradientSync:
         self.hook: BucketHook | None = None
         self.trainable: Trainable | None = None
         self._residual_adder: ResidualAdder | None = None
+        self._sparse_handles: list[RemovableHandle] = []
         self._is_graph_recorded = False
         self._accumulates = False
         self._gradient_bytes = 0
@@ -105,6 +107,7 @@ class GradientSync:
         self._ranks_per_node = ranks_per_node
         self._gradient_bytes = gradient_bytes(model)
         self.trainable = Trainable(model)
+        self._sparse_handles = separate_sparse_gradients(model)
         self._is_graph_recorded = False
         if self.plan.comm_hook is not None:
             if self.plan.find_unused_parameters and self.plan.comm_hook.claims.keeps_residual:
@@ -258,6 +261,8 @@ class GradientSync:
     def detach(self) -> dict[str, Tensor]:
         """Closes the hook, before its wrapper is dropped; returns this rank's unsent residuals by parameter name."""
         self.release_wrapper()
+        while self._sparse_handles:
+            self._sparse_handles.pop().remove()
         pending = self._cancel_residual_adder()
         if self.hook is None:
             return pending

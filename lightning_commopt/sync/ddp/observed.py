@@ -203,8 +203,8 @@ class ObservedAllReduce(ObservedBuckets):
     """Averages as DDP does without a hook, bit for bit; `reduce` is the hook.
 
     DDP multiplies gradients by the reciprocal of the number of ranks when it copies them into the bucket, but divides
-    gradients that are views of the bucket, kept from earlier batches. The results differ if the reciprocal is rounded.
-    `look_for_kept_gradients` must therefore be called before every backward.
+    sparse gradients, and gradients that are views of the bucket, kept from earlier batches. The results differ if the
+    reciprocal is rounded. `look_for_kept_gradients` must therefore be called before every backward.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
@@ -228,7 +228,9 @@ class ObservedAllReduce(ObservedBuckets):
         sync = self._observers.ready(info)
         sync.note(START)
         sync.note(SEND)
-        if self._kept:
+        if flat.is_sparse:
+            flat.div_(self._world_size)
+        elif self._kept:
             self._divide_where_kept(bucket)
         elif self._world_size > 1:
             flat.mul_(1 / self._world_size)

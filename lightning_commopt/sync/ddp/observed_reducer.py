@@ -19,7 +19,7 @@ from lightning_commopt.compat.torch import (
     uses_python_reducer,
 )
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, Observers
-from lightning_commopt.sync.ddp.buckets import synced_parameters
+from lightning_commopt.sync.ddp.buckets import sparse_parameters, synced_parameters
 
 
 def can_observe_reducer(model: DistributedDataParallel) -> bool:
@@ -30,7 +30,7 @@ def can_observe_reducer(model: DistributedDataParallel) -> bool:
         and "gloo" in dist.get_backend(model.process_group)
         and has_bucket_limits(model)
         and not uses_python_reducer(model)
-        and not any(getattr(module, "sparse", False) for module in model.module.modules())
+        and not sparse_parameters(model)
     )
 
 
