@@ -290,7 +290,7 @@ def fails_on_rank_1(folder):
 
 
 def test_the_rank_that_failed_first_is_named(tmp_path):
-    answers = run_ranks_or_raise(fails_on_rank_1, tmp_path, world_size=2, limit_s=60, group_timeout_s=10)
+    answers = run_ranks_or_raise(fails_on_rank_1, tmp_path, world_size=2, limit_s=60)
     assert answers[1][1] is not None
     assert RunRecord.load(tmp_path).error == "rank 1: RuntimeError: no such luck"
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -320,7 +319,7 @@ class _Breaking(Callback):
 
 def _break(folder: Path, rank: int | None) -> None:
     trainer(
-        CommOptDiLoCo(sync_every=2, timeout=timedelta(seconds=3)),
+        CommOptDiLoCo(sync_every=2),
         limit_val_batches=0,
         enable_checkpointing=True,
         callbacks=[_Breaking(rank), OnExceptionCheckpoint(folder)],
@@ -330,7 +329,7 @@ def _break(folder: Path, rank: int | None) -> None:
 @pytest.mark.parametrize("rank", [0, pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_checkpoint_at_an_exception(rank: int | None, tmp_path: Path) -> None:
     """If it fails, none is written, since the rank that has failed waits for the others, which wait for it."""
-    answers = run_ranks_or_raise(_break, tmp_path, rank, world_size=2, group_timeout_s=3, limit_s=60)
+    answers = run_ranks_or_raise(_break, tmp_path, rank, world_size=2, limit_s=60)
     assert all(trace is not None for _, trace in answers)
     saved = _read(tmp_path / "on_exception.ckpt")
     assert saved["global_step"] == 3
