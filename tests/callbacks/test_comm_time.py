@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_fit import NUM_STEPS, PARAMETERS, Net, fit
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -302,30 +303,37 @@ def test_an_epoch_in_which_a_rank_takes_no_step_hangs_nobody() -> None:
 
 
 class LateEnd(Net):
+    """Rank 1 ends its epoch when rank 0 has ended its fit."""
+
+    def __init__(self, ended: Path) -> None:
+        super().__init__()
+        self.ended = ended
+
     def on_train_epoch_end(self) -> None:
-        if self.trainer.global_rank == 1:
-            time.sleep(2)
+        while self.trainer.global_rank == 1 and not self.ended.exists():
+            time.sleep(0.01)
 
 
-def ends_late() -> tuple[list[str], list[int], list[dict[str, float]]]:
+def ends_late(folder: Path) -> tuple[list[str], list[int], list[dict[str, float]]]:
     comm_time = CommTimeMonitor(every_n_steps=4, num_warmup_steps=0, save_records=False, print_summary=False)
+    ended = folder / "ended"
     num_steps, summaries = [], []
-    with (
-        warnings.catch_warnings(record=True) as warned,
-        patch.object(comm_time_module, "_LAST_WINDOW_LIMIT_S", 0.2),
-    ):
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        for net in (LateEnd(), Net()):
-            fit(comm_time, CommOptDDP(), net=net)
+        for net, limit_s in ((LateEnd(ended), 0.2), (Net(), 60.0)):
+            with patch.object(comm_time_module, "_LAST_WINDOW_LIMIT_S", limit_s):
+                fit(comm_time, CommOptDDP(), net=net)
             num_steps.append(comm_time._totals.num_gathered)
             summaries.append(comm_time.summary)
+            if dist.get_rank() == 0:
+                ended.touch()
     return [str(it.message) for it in warned if "CommTimeMonitor" in str(it.message)], num_steps, summaries
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_ends_late_keeps_nobody_waiting() -> None:
+def test_a_rank_that_ends_late_keeps_nobody_waiting(tmp_path: Path) -> None:
     """If it fails, a fit waits at its end for the slowest rank, or the next one takes its steps for its own."""
-    (warned, num_steps, (_, summary)), (others, other_num_steps, (_, other)) = run_ranks(ends_late)
+    (warned, num_steps, (_, summary)), (others, other_num_steps, (_, other)) = run_ranks(ends_late, tmp_path)
     assert warned == [
         "CommTimeMonitor: not all ranks have sent their last steps within 0.2 s, so the summary does not include"
         " these steps."
