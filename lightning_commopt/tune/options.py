@@ -153,7 +153,7 @@ def _lossy(lossy: Any, from_config: Callable[[Any], Any]) -> tuple[Any, ...]:
         )
     compressors = []
     for config in lossy:
-        with option_errors("lossy: "):
+        with option_errors("lossy must be 'never' or compressors: "):
             compressor = from_config(config)
         if compressor is not None and compressor not in compressors:
             compressors.append(compressor)
