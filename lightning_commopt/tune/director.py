@@ -185,8 +185,7 @@ class Director:
         self.has_drifted &= self.shortlist is None or math.isnan(self.shortlist.base.prediction.step_s)
         lost_s = report.change_s + self.aside_s
         self.budget.measured_s += self.aside_s
-        self._lose(lost_s, self.base_s)
-        self.calibration_lost_steps += lost_s / self.base_s
+        self.calibration_lost_steps += self._lose(lost_s, self.base_s)
 
     @property
     def measuring_limit_s(self) -> float:
@@ -233,11 +232,12 @@ class Director:
         self._drift_pause = 2 * WATCH_STEPS if result.arm else self._drift_pause
         self._search_from = self.budget.num_done + self._min_pause
 
-    def _lose(self, lost_s: float, base_s: float) -> None:
-        """Adds what a search or a change of the plan has cost, or saved, compared with steps of ``base_s``."""
+    def _lose(self, lost_s: float, base_s: float) -> float:
+        """Adds what a search or a change of the plan has cost, or saved, in steps of ``base_s``, and returns it."""
         lost_steps = lost_s / base_s if base_s > 0 else 0.0
         self.budget.lost_steps += lost_steps
         self.lost_steps += lost_steps
+        return lost_steps
 
     def _watch(self) -> _Visits:
         """Watches the chosen plan until another search is due."""
@@ -264,6 +264,8 @@ class Director:
             if look is None:
                 continue
             num_looks += 1
+            if not arm and math.isnan(self.base_s):  # the plan of a checkpoint was in use before
+                self.base_s = look.step_s
             drift.add(look)
             if drift.num_shifted > 1 and self.budget.num_done >= self._drift_from:
                 self._note_drift(drift)

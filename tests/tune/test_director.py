@@ -438,3 +438,19 @@ def test_a_plan_that_was_found_before_is_watched_only() -> None:
             director.advance(Report((2.0,) * director.visit.num_steps))
     assert director.is_searching
     assert director.visit.arm == 0  # no first steps that do not count: the fit is under way
+
+
+@pytest.mark.parametrize("num_steps", [5000, math.inf])
+def test_a_resumed_plan_that_is_ruled_out_is_followed_by_a_search_among_others(num_steps: float) -> None:
+    """If it fails, a calibration gets no time of a step, so that nothing is predicted and nothing measured."""
+    director, forbids_at = Director(num_steps, arm=1, measuring_s=0.4), 1500
+    while director.visit.arm != CALIBRATE:
+        if director.budget.num_done == forbids_at:
+            director.forbid([1])
+        director.advance(Report((0.5 if director.visit.arm else 1.0,) * director.visit.num_steps, 0.1))
+        assert director.budget.num_done < 4000
+    assert director.base_s == 1.0
+    assert director.measuring_limit_s > 0.4
+    director.base_s = math.nan  # as if each step since had a validation
+    director.advance(Report((math.nan,) * director.visit.num_steps, 0.1))
+    assert director.calibration_lost_steps == 0.0
