@@ -41,9 +41,6 @@ _NUM_BLOCKS = 5
 """Number of blocks of a look. During a watch they have 20 steps each, so that it matters little if the host's clock is
 ahead by a few steps, and the median over five of them ignores a disturbed one."""
 
-_MAX_LOG_RATIO = 100.0
-"""Limit of logarithms of ratios of times, so that their exponential is finite if an interval is very wide."""
-
 
 class TimedVisit(NamedTuple):
     """Consecutive timed steps with one plan.
@@ -101,9 +98,7 @@ def gains(searches: Sequence[Sequence[TimedVisit]]) -> dict[int, Gain]:
         total = sum(weight for _, weight in rows)
         log_gain = sum(log_gain * weight for log_gain, weight in rows) / total
         error = _NUM_STANDARD_ERRORS / math.sqrt(total)
-        known[arm] = Gain(
-            *(1 - math.exp(min(-value, _MAX_LOG_RATIO)) for value in (log_gain, log_gain - error, log_gain + error))
-        )
+        known[arm] = Gain(*(1 - math.exp(-value) for value in (log_gain, log_gain - error, log_gain + error)))
     return known
 
 
