@@ -256,6 +256,7 @@ FAULTS: dict[str, Fault] = {
         phases=(*_STEP, "data", "callbacks"),
         operation=_ANY,
         sentence=r"rank {rank} .*SIGTERM",
+        strategies=("ddp",),
     ),
     "signal": Fault(
         what="SIGKILL, with the signal's name",

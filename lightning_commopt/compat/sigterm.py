@@ -15,10 +15,11 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core import rank_zero
 
 from lightning_commopt.compat.hooks import SIGTERM_BROADCAST
 from lightning_commopt.compat.lightning import batches_that_stepped, package_of
@@ -26,8 +27,6 @@ from lightning_commopt.compat.wrapping import wrap_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_HANDLER_OF_SIGTERM = "_sigterm_notifier_fn"
 
 
 def broadcasts_sigterm(trainer: Trainer) -> bool:
@@ -79,27 +78,36 @@ def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]
     return around_broadcast_calls(trainer, reporting)
 
 
-def let_failed_ranks_ignore_sigterm(trainer: Trainer, has_failed: Callable[[], bool]) -> Callable[[], None]:
-    """Keeps Lightning's handler of SIGTERM from broadcasting on a rank that ends its fit with an error.
+def on_sigterm(trainer: Trainer, receive: Callable[[], None]) -> Callable[[], None]:
+    """Calls a function on SIGTERM in place of Lightning's handler; returns a function to undo it.
 
-    Launchers send SIGTERM to all other ranks when one has failed. Once that one has ended, the broadcast raises,
-    wherever the main thread is: a checkpoint that a callback saves at an error is then lost. This must be called before
-    Lightning registers its handlers; it returns a function to undo it.
+    As Lightning does, this logs the signal and passes it on to the ranks that this one has started. It must be called
+    before Lightning registers its handlers.
     """
 
     def handle(inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
-        if has_failed():
-            _pass_on(trainer, number)
-        else:
-            inner(number, frame)
+        rank_zero.log.info(rank_zero.rank_prefixed_message(f"Received SIGTERM: {number}", trainer.local_rank))
+        if trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(number)
+        receive()
 
-    return wrap_method(trainer._signal_connector, _HANDLER_OF_SIGTERM, handle)
+    return wrap_method(trainer._signal_connector, "_sigterm_notifier_fn", handle)
 
 
-def _pass_on(trainer: Trainer, number: int) -> None:
-    """Sends a signal to the ranks that this one has started, as Lightning's handler does."""
-    if trainer.strategy.launcher is not None:
-        trainer.strategy.launcher.kill(number)
+def note_sigterm(trainer: Trainer) -> None:
+    """Tells Lightning that this rank has received SIGTERM: it raises after the batch, or on rank 0 tells all first."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def raise_sigterm(trainer: Trainer) -> NoReturn:
+    """Ends a fit as Lightning does on SIGTERM."""
+    note_sigterm(trainer)
+    raise import_module(f"{package_of(trainer)}.utilities.exceptions").SIGTERMException
+
+
+def around_validations(trainer: Trainer, around: Callable[..., Any]) -> Callable[[], None]:
+    """Calls ``around(run, ...)`` instead of a fit's validations; returns a function to undo it."""
+    return wrap_method(trainer.fit_loop.epoch_loop.val_loop, "run", around)
 
 
 def run_whatever_handlers_raise(end: Callable[[], None]) -> None:
@@ -154,8 +162,8 @@ class SigtermCheck:
         self._undo = [
             wrap_method(loop, SIGTERM_BROADCAST, self._before_batch),
             wrap_method(loop, "run", self._run_epoch),
-            wrap_method(loop.val_loop, "run", self._run_validation),
-            wrap_method(connector, _HANDLER_OF_SIGTERM, self._receive_sigterm),
+            around_validations(trainer, self._run_validation),
+            on_sigterm(trainer, self._receive_sigterm),
             wrap_method(connector, "_slurm_sigusr_handler_fn", self._receive_slurm_signal),
         ]
 
@@ -181,9 +189,7 @@ class SigtermCheck:
         while self._undo:
             self._undo.pop()()
 
-    def _receive_sigterm(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
-        if not self._has_received:
-            _pass_on(self._trainer, number)
+    def _receive_sigterm(self) -> None:
         self._has_received = True
 
     def _receive_slurm_signal(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
@@ -194,11 +200,12 @@ class SigtermCheck:
     def _before_batch(self, inner: Callable[[], None]) -> None:
         if not self._is_of_all:
             assert self._agree_before_batch is not None
-            self._raise_if(self._agree_before_batch())
+            if self._agree_before_batch():
+                raise_sigterm(self._trainer)
         elif self._have_agreed():
             self._handle_if(self._any_rank(self._must_save))
-            self._agree()
-            self._raise_if(self._trainer.received_sigterm)
+            if self._agree():
+                raise_sigterm(self._trainer)
 
     def _have_agreed(self) -> bool:
         """Returns whether the ranks agree, before this batch, that any has received a signal."""
@@ -225,11 +232,6 @@ class SigtermCheck:
             strategy: Any = self._trainer.strategy
             self._save_and_queue(strategy.cluster_environment.requeue_signal, None)
 
-    def _raise_if(self, have_agreed: bool) -> None:
-        if have_agreed:
-            self._trainer._signal_connector.received_sigterm = True
-            raise import_module(f"{package_of(self._trainer)}.utilities.exceptions").SIGTERMException
-
     def _run_epoch(self, inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
         self._agree()  # Lightning raises the exception itself when it has ended the epoch
@@ -239,10 +241,11 @@ class SigtermCheck:
         self._handle_if(self._must_save)
         return inner(*args, **kwargs)
 
-    def _agree(self) -> None:
-        """Tells Lightning on this rank if any rank has received SIGTERM."""
+    def _agree(self) -> bool:
+        """Tells Lightning on this rank if any rank has received SIGTERM; returns whether Lightning knows of one."""
         if self._any_rank(self._has_received):
-            self._trainer._signal_connector.received_sigterm = True
+            note_sigterm(self._trainer)
+        return self._trainer.received_sigterm
 
     def _any_of_group(self, has_signal: bool) -> bool:
         flag = torch.tensor([has_signal], dtype=torch.int32, device=self._trainer.strategy.root_device)

@@ -53,9 +53,9 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
             raise; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow" to
             compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders with
             a length.
-        sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
-            epoch, and end together. None keeps Lightning's own check, which since 2.5.2 is a broadcast before every
-            batch.
+        sigterm_every_n_steps: let the ranks agree on SIGTERM, and end together, before every n-th optimizer step and at
+            the end of an epoch. With None they agree before every batch, by the broadcast that Lightning 2.5.2 and
+            later make there.
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
             ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. Variables of the environment take precedence.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end

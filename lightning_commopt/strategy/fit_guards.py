@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,20 +11,17 @@ import torch.distributed as dist
 from lightning_commopt.compat.clock import decide_on_time
 from lightning_commopt.compat.lightning import batches_that_stepped
 from lightning_commopt.compat.loops import restore_loaders
-from lightning_commopt.compat.sigterm import (
-    SigtermCheck,
-    broadcasts_sigterm,
-    is_queued_again,
-    let_failed_ranks_ignore_sigterm,
-)
-from lightning_commopt.strategy.base import has_failed, is_fit
+from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm, is_queued_again
+from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.remedies import explain_error
 from lightning_commopt.sync.diloco.living import LivingRanks
+from lightning_commopt.sync.store import key_space
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.watch.fit_watch import FitWatch
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.patient_watch import PatientWatch
+from lightning_commopt.watch.sigterm_notice import SigtermNotice
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,8 +55,9 @@ class FitGuards:
             self._trainer = trainer_of(strategy)
             self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
             self._sigterm_check = self._check_sigterm(strategy)
-            if strategy.world_size > 1:
-                self._undo.append(let_failed_ranks_ignore_sigterm(self._trainer, partial(has_failed, strategy)))
+            if strategy.world_size > 1 and self._sigterm_check is None and broadcasts_sigterm(self._trainer):
+                notice = SigtermNotice(self._trainer, key_space("sigterm"), dist.get_rank(), strategy.world_size)
+                self._undo.append(notice.close)
             if strategy.world_size > 1 and self._default_every_n_steps is None:
                 self._undo.append(decide_on_time(self._trainer, self._is_validation_due))
 

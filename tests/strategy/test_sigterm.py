@@ -1,6 +1,7 @@
 """How often ranks agree on SIGTERM and on SLURM's signal, and that they end, or save a checkpoint, together."""
 
 import os
+import random
 import signal
 import warnings
 from collections import Counter
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.sync.checkpoint import KEY
+from lightning_commopt.watch import sigterm_notice
 from support.collectives import counted_collectives, needs_hooks
 from support.lightnings import OnExceptionCheckpoint, needs_sigterm_broadcast
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
@@ -105,6 +108,71 @@ def test_all_ranks_end_before_the_same_step(
     """If it fails, a rank that got SIGTERM leaves the others in a collective, or training goes on after it."""
     ended = run_ranks(_terminate, tmp_path, rank, sent_in, make_strategy)
     assert ended == [("SIGTERMException", ends_at, ends_at)] * 2
+
+
+_PLACES = (
+    *("on_train_epoch_start", "on_train_batch_start", "training_step", "on_before_optimizer_step"),
+    *("on_train_batch_end", "on_validation_epoch_start", "validation_step", "on_validation_epoch_end"),
+)
+
+
+class _TerminatedAnywhere(Tiny):
+    """Sends SIGTERM to its own process when it comes to a place for the n-th time."""
+
+    def __init__(self, place: str, number: int) -> None:
+        super().__init__()
+        self.remaining = number
+        if place:
+            setattr(self, place, partial(self._come, getattr(self, place)))
+
+    def _come(self, inner: Callable[..., Any], *args: Any) -> Any:
+        self.remaining -= 1
+        if self.remaining == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(*args)
+
+
+def _terminate_anywhere(folder: Path, places: list[tuple[str, int]], strategies: list[Any]) -> list[tuple[str, int]]:
+    ended = []
+    for number, strategy in enumerate(strategies):
+        saves = OnExceptionCheckpoint(folder / str(number))
+        run = trainer(strategy, callbacks=[saves], enable_checkpointing=True, max_epochs=200)
+        with (
+            mock.patch.object(sigterm_notice, "_LOOK_S", 0),
+            pytest.raises(BaseException) as raised,  # noqa: PT011 - SIGTERMException is a SystemExit of Lightning's
+        ):
+            run.fit(_TerminatedAnywhere(*places[dist.get_rank()]), loader(48), loader(36))
+        saved = torch.load(folder / str(number) / "on_exception.ckpt", weights_only=True)
+        assert saved["global_step"] == run.global_step
+        assert run.received_sigterm
+        ended.append((type(raised.value).__name__, run.global_step))
+    return ended
+
+
+def _random_places(seed: int) -> list[tuple[str, int]]:
+    draw = random.Random(seed)
+    places = [(draw.choice(_PLACES), draw.randint(1, 3)) for _ in range(3)]
+    return places if seed % 2 else [*places[:2], ("", 0)]  # a scheduler may want the host of some ranks only
+
+
+@needs_sigterm_broadcast
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param([("", 0), ("", 0), ("training_step", 3)], id="one rank alone"),
+        pytest.param([("training_step", 3), ("on_train_batch_end", 3), ("on_train_batch_start", 4)], id="near a batch"),
+        pytest.param(
+            [("validation_step", 1), ("on_validation_epoch_start", 1), ("validation_step", 2)], id="validation"
+        ),
+        *[pytest.param(_random_places(seed), id=str(seed), marks=pytest.mark.exhaustive) for seed in range(12)],
+    ],
+)
+def test_ranks_end_together_wherever_they_get_sigterm(places: list[tuple[str, int]], tmp_path: Path) -> None:
+    """If it fails, ranks meet in different collectives, and a launcher kills them before they have saved."""
+    strategies = [CommOptDDP(), CommOptDDP(comm_hook="int8", uneven_batches="allow")]
+    first, *others = run_ranks(_terminate_anywhere, tmp_path, places, strategies, world_size=3)
+    assert [name for name, _ in first] == ["SIGTERMException"] * 2
+    assert others == [first] * 2
 
 
 class _QueuedAgain(_Plain):
