@@ -30,9 +30,6 @@ _PRIOR_VISITS = 4.0
 """Weight of the noise within visits, in visits, when the noise between them is estimated. A judgement: the few visits
 of a search differ too little or too much by chance to be believed alone."""
 
-_MIN_SIGMA = 0.002
-"""Lower limit of the noise within visits, because four steps may be equal by chance."""
-
 _UNSEEN_SIGMA, _UNSEEN_WEIGHT = 0.03, 0.5
 """Before noise between visits was observed, it is assumed to be 3 %, with the weight of half a visit: enough that two
 visits in a quiet moment do not decide, and little compared with four visits."""
@@ -135,7 +132,7 @@ def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[fl
     distances = [abs(math.log(s) - visit.log_s) for visit in visits if len(visit.seconds) > 1 for s in visit.seconds]
     num_typical = statistics.median([len(visit.seconds) for visit in visits])
     spread = statistics.median(distances) * _SIGMA_OF_SPREAD.get(int(num_typical), _SIGMA_OF_MANY) if distances else 0.0
-    within = (_SIGMA_OF_MEDIAN * max(spread, _MIN_SIGMA)) ** 2 / num_typical
+    within = (_SIGMA_OF_MEDIAN * spread) ** 2 / num_typical
     # The difference of the user's plan from one visit to the next counts in full: noise that lasts for some visits, but
     # not for all, would otherwise look like a difference between plans.
     base = [visit.log_s for visit in visits if visit.arm == 0]

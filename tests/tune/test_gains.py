@@ -43,6 +43,13 @@ def test_the_time_of_the_users_plan_is_interpolated() -> None:
         ([0.0, 0.0, 0.0], [0.1, 0.1], [-0.1, 0.0, 0.0, 0.1], (1.2533 * 1.4826 * 0.05) ** 2 / 4),
         ([0.0, 0.0, 0.0], [0.1, 0.1], [-0.1, 0.0, 0.1], (1.2533 * 1.3820 * 0.1) ** 2 / 3),
         ([0.0, 0.0, 0.0], [0.1, 0.1], [-0.1, 0.1], (1.2533 * 1.7725 * 0.1) ** 2 / 2),
+        # A little more noise between visits than within: four visits' weight is within.
+        (
+            [0.0, 0.084, 0.0],
+            [0.042, 0.042],
+            [-0.1, 0.0, 0.0, 0.1],
+            (4 * (1.2533 * 1.4826 * 0.05) ** 2 / 4 + 0.084**2) / 7,
+        ),
     ],
 )
 def test_an_interval_has_the_noise_between_visits_and_within(
@@ -71,9 +78,7 @@ def test_a_look_ignores_one_disturbed_block_and_steps_that_do_not_count() -> Non
     """If it fails, a pause of a second counts as a change of the link."""
     assert Look.of([math.nan, 1.0, 1.0, 1.0, 1.0]) is None
     assert Look.of([1.0] * 5) == (1.0, 0.0)
-    seconds = (
-        [0.9, 1.1] + [1.9, 2.1] + [1.8, 2.2] + [math.nan, 2.1, 1.9] + [80.0, 80.0]
-    )  # logs of means: 1, 2, 2, 2, 80
+    seconds = [0.9, 1.1, 1.9, 2.1, 1.8, 2.2, math.nan, 2.1, 1.9, 80.0, 80.0]  # means of 1, 2, 2, 2, and 80
     look = Look.of(seconds)
     assert look is not None
     assert look == pytest.approx((2.0, 0.0), abs=1e-9)
