@@ -179,6 +179,17 @@ def test_a_fit_of_unknown_length_says_when_a_search_would_begin() -> None:
     assert "was to begin after 800, and the fit ended before" in verdict(director, [CommPlan()])
 
 
+def test_before_a_search_a_fit_of_unknown_length_is_looked_at_every_hundred_steps() -> None:
+    """If it fails, ranks exchange a message every other step, or a slow first step counts as the time of all."""
+    director, visits, base_s = Director(math.inf), list[int](), list[float]()
+    while director.visit.arm != CALIBRATE:
+        visits.append(director.visit.num_steps)
+        director.advance(Report((2.0, *[1.0] * (director.visit.num_steps - 1))))
+        base_s.append(director.base_s)
+    assert visits == [3, 2, *[100] * 8]
+    assert base_s[1:] == [1.5, *[1.0] * 8]
+
+
 @pytest.mark.parametrize(
     ("not_allowed", "told"),
     [
@@ -431,7 +442,8 @@ def test_a_plan_that_was_found_before_is_watched_only() -> None:
     """If it fails, a resumed fit searches again, or never notices that the link has changed."""
     director = Driven([None, None], 100000, arm=1)
     for _ in range(5):
-        assert director.visit.arm == 1
+        assert director.visit == (1, 100)
+        assert not director.is_timed  # so that the guard looks at a lossy plan
         director.advance(Report((1.0,) * director.visit.num_steps))
     for _ in range(4):
         if not director.is_searching:
