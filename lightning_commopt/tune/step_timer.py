@@ -35,7 +35,7 @@ class StepTimer:
         """
         self._clock = clock_for(self._device) if is_exact else HostClock()
         self._spans.clear()
-        self._start, self._is_excluded = self._clock.mark(), False
+        self._start = self._clock.mark()
 
     def end_step(self) -> None:
         """Ends a step; the next one starts."""
