@@ -145,28 +145,33 @@ def test_a_second_layout_has_far_more_or_fewer_buckets(lossy: tuple[str, ...]) -
     assert len(plans) > len({plan.comm_hook for plan in plans})
 
 
-@pytest.mark.parametrize(("limit_s", "num_measured"), [(0.1, 0), (0.35, 1), (10.0, 2)])
-def test_compressors_are_measured_within_a_limit(
-    limit_s: float, num_measured: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If it fails, a short fit waits for what it cannot pay for, or nobody learns which compressor was left out."""
-    lossy, ticks = (_INT8, _BF16), {"now_s": 0.0}
-    strategy = SimpleNamespace(plan=CommPlan(), root_device=torch.device("cpu"), world_size=2)
+def _calibration(monkeypatch: pytest.MonkeyPatch, limit_s: float, own: Any = None, each_s: float = 0.1) -> Calibration:
+    """Returns a calibration that may measure int8 and bf16, each of which takes so long."""
+    ticks = {"now_s": 0.0}
     calibration = object.__new__(Calibration)
     vars(calibration).update(
-        _strategy=strategy,
-        _options=TuneOptions(lossy=lossy),
+        _strategy=SimpleNamespace(plan=CommPlan(comm_hook=own), root_device=torch.device("cpu"), world_size=2),
+        _options=TuneOptions(lossy=(_INT8, _BF16)),
         _times=SimpleNamespace(gradients=list),
         _limit_s=limit_s,
         not_measured=[],
     )
 
     def measure(compressors: list[Any], *args: Any) -> dict[Any, None]:
-        ticks["now_s"] += 0.1
+        ticks["now_s"] += each_s
         return dict.fromkeys(compressors)
 
     monkeypatch.setattr(calibration_module, "measure_costs", measure)
     monkeypatch.setattr(calibration_module, "time", SimpleNamespace(perf_counter=lambda: ticks["now_s"]))
+    return calibration
+
+
+@pytest.mark.parametrize(("limit_s", "num_measured"), [(0.1, 0), (0.35, 1), (10.0, 2)])
+def test_compressors_are_measured_within_a_limit(
+    limit_s: float, num_measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a short fit waits for what it cannot pay for, or nobody learns which compressor was left out."""
+    lossy, calibration = (_INT8, _BF16), _calibration(monkeypatch, limit_s)
     costs = calibration.measure({})
     assert [*costs] == [None, *lossy[:num_measured]]
     assert calibration.not_measured == [*lossy[num_measured:]]
@@ -175,3 +180,18 @@ def test_compressors_are_measured_within_a_limit(
     again = calibration.measure(earlier)
     assert again == {None: None, **earlier, **dict.fromkeys(lossy[:num_measured])}
     assert calibration.not_measured == []
+
+
+def test_the_compressor_in_use_is_measured_once_whatever_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, nothing is predicted for a user who compresses, or each calibration pays for it again."""
+    calibration = _calibration(monkeypatch, 0.0, own=_INT8)
+    assert calibration.measure({}) == {_INT8: None}
+    assert calibration.not_measured == [_BF16]
+    earlier: dict[Any, Any] = {_INT8: "earlier", _BF16: "earlier"}
+    assert calibration.measure(earlier) == earlier
+
+
+def test_a_slow_compressor_is_expected_to_be_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a machine on which measuring takes long exceeds the limit."""
+    calibration = _calibration(monkeypatch, 1.1, each_s=0.4)
+    assert [*calibration.measure({})] == [None, _INT8]
