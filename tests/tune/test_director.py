@@ -466,3 +466,20 @@ def test_a_resumed_plan_that_is_ruled_out_is_followed_by_a_search_among_others(n
     director.base_s = math.nan  # as if each step since had a validation
     director.advance(Report((math.nan,) * director.visit.num_steps, 0.1))
     assert director.calibration_lost_steps == 0.0
+
+
+def test_a_calibration_costs_its_changes_and_what_it_measures_but_not_its_steps() -> None:
+    """If it fails, a fit spends more than its budget, or compares predictions with the steps of an hour ago."""
+    director = Director(20000, measuring_s=0.4)
+    for first_s, base_s in ((1.0, 2.0), (1.0, 4.0)):
+        lost_steps, measured_s = director.lost_steps, director.budget.measured_s
+        while director.visit.arm != CALIBRATE:
+            director.advance(Report((first_s,) * director.visit.num_steps))
+        assert director.aside_s == 0.0
+        director.aside_s = 3.0
+        num_known = 6 if base_s == 2.0 else 1  # the steps before the first calibration count beside its own
+        director.advance(Report((base_s,) * num_known + (math.nan,) * (6 - num_known), 1.0))
+        assert director.base_s == base_s
+        assert director.lost_steps - lost_steps == pytest.approx(4.0 / base_s)
+        assert director.budget.measured_s - measured_s == 3.0
+    assert director.calibration_lost_steps == director.lost_steps == pytest.approx(3.0)
