@@ -16,7 +16,7 @@ from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.buckets import buckets_of
 from lightning_commopt.cost.compressor_cost import own_average
-from lightning_commopt.cost.predict import predict
+from lightning_commopt.cost.predict import Candidate, Prediction, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan.ddp import ddp_options
@@ -195,3 +195,16 @@ def test_a_slow_compressor_is_expected_to_be_followed_by_another(monkeypatch: py
     """If it fails, a machine on which measuring takes long exceeds the limit."""
     calibration = _calibration(monkeypatch, 1.1, each_s=0.4)
     assert [*calibration.measure({})] == [None, _INT8]
+
+
+def test_a_search_expects_the_longest_predicted_time_and_more_of_lossy_plans() -> None:
+    """If it fails, a slow candidate is tried as if it cost nothing, or a fit compresses where that saves nothing."""
+    plain, lossy = (
+        Candidate(CommPlan(comm_hook=hook, bucket_cap_mb=1), Prediction(step_s=2.0, low_s=1.0, high_s=3.0, exposed_s=0))
+        for hook in (None, _INT8)
+    )
+    unknown = Candidate(plain.plan, Prediction(step_s=math.nan, low_s=math.nan, high_s=math.nan, exposed_s=0))
+    found = Shortlist(plain, (lossy, plain, unknown), {})
+    assert found.expected == [1.0, 1.5, 1.5, None]
+    assert found.handicaps == {1: 0.02}
+    assert Shortlist(lossy, (lossy, plain), {}).handicaps == {}
