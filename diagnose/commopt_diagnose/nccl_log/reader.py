@@ -134,8 +134,8 @@ class LogReader:
         for p in self._writers.processes:
             if self._writers.is_fragment(p):
                 continue
-            reported = (p.settings, p.bootstrap, p.version, p.network, p.notes, p.gdr, p.failed_at, p.interfaces)
-            if p.members or any(reported):
+            facts = (p.settings, p.bootstrap, p.version, p.network, p.notes, p.nics, p.gdr, p.failed_at, p.interfaces)
+            if p.members or any(facts):
                 self.log.processes.append(p)
                 p.address = "" if p.bootstrap is None else p.bootstrap.value.partition(":")[2]
                 known.setdefault(p.host, set()).update({p.address} - {""})

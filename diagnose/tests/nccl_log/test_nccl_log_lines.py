@@ -326,3 +326,11 @@ def test_the_version_of_a_process_that_only_warns() -> None:
 def test_plugins_name_functions_as_places(place: str) -> None:
     log = read(f"vm-0:606:642 [ 6 ] {place} NCCL WARN Cannot get incoming CPU.")
     assert [(warning.host, warning.place) for warning in log.warnings] == [("vm-0", place)]
+
+
+def test_a_line_that_lists_only_nics_names_its_process() -> None:
+    """If it fails, what a log shows that was filtered for its transports is not reported."""
+    using = "NET/IB : Using [0]rocep1s0f1:1/RoCE [1]roceP2p1s0f1:1/RoCE [RO]; OOB enp1s0f1np1:169.254.207.1<0>"
+    (process,) = read(told(using, host="promaxgb10-41b1")).processes
+    assert process.host == "promaxgb10-41b1"
+    assert list(process.nics) == ["rocep1s0f1:1/RoCE", "roceP2p1s0f1:1/RoCE"]
