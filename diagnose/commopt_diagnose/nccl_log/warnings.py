@@ -183,6 +183,8 @@ def _late_ranks_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Rea
         if progress.group == group or not (group and progress.group):
             groups.setdefault(progress.group, {})[progress.rank] = progress
     for name, by_rank in groups.items():
+        if name and (unfinished := _unfinished_reason(list(by_rank.values()), timeouts)):
+            return unfinished
         most = max(progress.enqueued for progress in by_rank.values())
         # A rank that has started the collective in which others wait is not what they wait for.
         waited = max(timeout.sequence or 0 for timeout in timeouts)
@@ -194,6 +196,25 @@ def _late_ranks_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Rea
             number = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
             return reason("behind", last, ranks=ranks_text(behind), number=number, most=most)
     return None
+
+
+def _unfinished_reason(progresses: list[Progress], timeouts: list[Timeout]) -> Reason | None:
+    """Returns the reason if a rank timed out in a collective that it has started, and that others have finished.
+
+    A rank may finish a broadcast or a reduction before the others do. Sends and receives have numbers of their own.
+    """
+    operations = {timeout.rank_in_group: timeout.operation for timeout in timeouts}
+    waiting = [
+        p for p in progresses if p.work is not None and re.match("BROADCAST|REDUCE$", operations.get(p.rank, ""))
+    ]
+    first = min(waiting, key=lambda progress: (progress.work or 0, progress.rank), default=None)
+    if first is None or first.work is None:
+        return None
+    further = sorted(p.rank for p in progresses if p.work is not None and p.work > first.work)
+    if not further:
+        return None
+    ranks = ranks_text(sorted(p.rank for p in progresses if p.work == first.work))
+    return reason("unfinished", first, ranks=ranks, number=first.work, others=ranks_text(further))
 
 
 def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -> Reason:

@@ -188,3 +188,17 @@ def test_ranks_whose_collective_is_not_in_the_log_are_not_said_to_wait_with_the_
     why = findings(watchdog(2, 7), other)["collective_timeout"].why
     assert "all ranks of this log" not in why
     assert why.startswith("rank 1 wrote errors of PyTorch too, but no line says in which collective")
+
+
+@pytest.mark.parametrize(("operation", "is_unfinished"), [("BROADCAST", True), ("SEND", False)])
+def test_a_rank_that_others_left_behind_in_a_broadcast_has_started_it(operation: str, is_unfinished: bool) -> None:
+    """As in argonne-lcf/alcf-nccl-tests, where the network stops; if it fails, the program of that rank is blamed."""
+    lines = []
+    for rank, (work, enqueued) in enumerate([(56, 56), (5, 6), (48, 48), (7, 8)]):
+        at = f"Timeout at NCCL work: {work}, last enqueued NCCL work: {enqueued}, last completed NCCL work: {work - 1}."
+        lines += [
+            watchdog(rank, work, operation),
+            f"[rank{rank}]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank {rank}] {at}\n",
+        ]
+    why = findings(*lines)["collective_timeout"].why
+    assert ("rank 1 started collective 5 and did not finish it, which ranks 0, 2, 3 did" in why) == is_unfinished
