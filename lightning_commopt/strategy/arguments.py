@@ -167,6 +167,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if name in arguments and not is_allowed(value):
             hint = comm_hook_hint(value) or did_you_mean(value, _CHOICES.get(name, ()))
+            if (name, value) == ("accelerator", AUTO) and "lossy" in arguments:  # plan="auto" exists there
+                hint = "; did you mean plan='auto'?"
             raise OptionError(f"{name} must be {allowed}, got {value!r}{hint}")
     uneven_batches = arguments.get("uneven_batches")
     if uneven_batches in ("drop", "pad") and not arguments["watch"]:
@@ -207,8 +209,8 @@ _NUM_STEPS = _is_count, "a number of steps above 0 or None"
 _SWITCH = (lambda value: isinstance(value, bool)), "true or false"
 _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "accelerator": (
-        # The first positional argument of a strategy is the accelerator, where users write a compressor by mistake.
-        lambda value: value != "" and not isinstance(value, int | float) and canonical_name(value) is None,
+        # The first positional argument of a strategy is the accelerator, where users write a compressor or a plan.
+        lambda value: value not in ("", AUTO) and not isinstance(value, int | float) and canonical_name(value) is None,
         'an Accelerator, the name of one, such as "gpu", or None',
     ),
     "parallel_devices": (_optional(lambda value: isinstance(value, list)), "a list of torch.device or None"),

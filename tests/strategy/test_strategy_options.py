@@ -36,7 +36,7 @@ DDP = [
     (CommOptDDP, {"uneven_batches": "allow", "sigterm_every_n_steps": 5}),
     (CommPlan.from_dict, {"options": {"param_hook": "int8"}}),
     *one_by_one(CommOptDDP, timeout=[30, timedelta()], start_method=["forks"], process_group_backend=[1]),
-    *one_by_one(CommOptDDP, accelerator=[2, "int8"], parallel_devices=[2], device_ids=[[0]]),
+    *one_by_one(CommOptDDP, accelerator=[2, "int8", "auto"], parallel_devices=[2], device_ids=[[0]]),
     *one_by_one(CommOptDDP, ddp_comm_hook=["bf16"], ddp_comm_wrapper=[1], model_averaging_period=[0]),
     *one_by_one(CommOptDDP, plan=["bf16"]),
     *one_by_one(fabric.CommOptDDP, accelerator=["int8"], timeout=[30], start_method=["forks"], device_ids=[[0]]),

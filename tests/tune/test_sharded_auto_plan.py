@@ -111,7 +111,7 @@ def test_what_an_earlier_fit_has_chosen_is_compared_with_the_others_after_a_chan
     [
         ({"plan": "auto"}, "plan='auto' has nothing to choose: for sharded models.*lossy=\\['bf16', 'int8'\\]"),
         ({"lossy": ["int8"]}, "lossy=\\['int8'\\] lists what plan='auto' may choose"),
-        ({"plan": "auto", "lossy": ["powersgd"]}, "lossy: 'powersgd' averages whole gradients"),
+        ({"plan": "auto", "lossy": ["powersgd"]}, "'never' or compressors: 'powersgd' averages whole gradients"),
         ({"plan": "auto", "lossy": 8}, "lossy must be 'never', a compressor, or a list of compressors"),
         ({"plan": "auto", "lossy": ["int8"], "comm_hook": "bf16"}, "nothing to choose with comm_hook='bf16'"),
         ({"plan": "auto", "lossy": ["int8"], "uneven_batches": "allow"}, "exclude each other"),

@@ -204,7 +204,7 @@ def test_a_read_only_folder_starts_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--lossy=int7", "lossy: .*int7"),
+        ("--lossy=int7", "lossy must be .*int7"),
         ("--output=nowhere/plan.json", "there is no folder"),
         ("--output=.", "it is a folder"),
     ],
