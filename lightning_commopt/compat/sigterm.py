@@ -95,7 +95,7 @@ def on_sigterm(trainer: Trainer, receive: Callable[[], None]) -> Callable[[], No
 
 
 def note_sigterm(trainer: Trainer) -> None:
-    """Tells Lightning that this rank has received SIGTERM: it raises after the batch, or on rank 0 tells all first."""
+    """Tells Lightning of a SIGTERM: a validation ends after its batch, and the next broadcast of rank 0 tells all."""
     trainer._signal_connector.received_sigterm = True
 
 

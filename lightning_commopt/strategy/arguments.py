@@ -167,7 +167,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         value = arguments.get(name)
         if name in arguments and not is_allowed(value):
             hint = comm_hook_hint(value) or did_you_mean(value, _CHOICES.get(name, ()))
-            if (name, value) == ("accelerator", AUTO) and "lossy" in arguments:  # plan="auto" exists there
+            if (name, value) == ("accelerator", AUTO) and "lossy" in arguments:
+                # Strategies that take lossy take plan="auto".
                 hint = "; did you mean plan='auto'?"
             raise OptionError(f"{name} must be {allowed}, got {value!r}{hint}")
     uneven_batches = arguments.get("uneven_batches")

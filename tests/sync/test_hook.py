@@ -229,6 +229,36 @@ def test_models_that_train_with_ddp(model_class: type[nn.Module], compressor: Co
             assert (gradient - expected).norm() <= tolerance * expected.norm()
 
 
+class _BesideSparse(nn.Module):
+    """Adds an embedding to a layer's output, so that the layer's gradients are computed from those of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.table = nn.Embedding(16, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.table(x[:, 0].abs().mul(10).long() % 16)
+
+
+def _average_and_gradient() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    module = _BesideSparse()
+    model = DistributedDataParallel(module)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 8)
+    (average,) = torch.autograd.grad(module(x).pow(2).sum(), [module.layer.bias])
+    dist.all_reduce(average.div_(2))
+    model(x).pow(2).sum().backward()
+    return average, module.layer.bias.grad
+
+
+def test_ddp_divides_gradients_beside_a_sparse_one_twice() -> None:
+    """If it fails, torch has mended this: `separate_sparse_gradients` and what docs/how_to/ddp.md says of it can go."""
+    for average, gradient in run_ranks(_average_and_gradient):
+        torch.testing.assert_close(gradient, average / 2)
+
+
 def test_several_communicators_at_a_time_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a model with SyncBatchNorm deadlocks on CUDA under `hierarchical`, and nobody has been told why."""
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
