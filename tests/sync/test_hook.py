@@ -250,7 +250,9 @@ def _average_and_gradient() -> tuple[Tensor, Tensor]:
     (average,) = torch.autograd.grad(module(x).pow(2).sum(), [module.layer.bias])
     dist.all_reduce(average.div_(2))
     model(x).pow(2).sum().backward()
-    return average, module.layer.bias.grad
+    gradient = module.layer.bias.grad
+    assert gradient is not None
+    return average, gradient
 
 
 def test_ddp_divides_gradients_beside_a_sparse_one_twice() -> None:
