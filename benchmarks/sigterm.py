@@ -1,6 +1,7 @@
 """How long jobs of two ranks take to end after a SIGTERM at a random time, and whether they save a checkpoint.
 
-torchrun passes the signal on to both ranks, and kills them after 30 s. Strategies take turns; no speed is measured.
+torchrun passes the signal on to both ranks, and kills them after 30 s. A step of a rank takes up to 0.1 s, at random,
+so that ranks are in different places, as where they wait for data. Strategies take turns; no speed is measured.
 
 python benchmarks/sigterm.py --num-runs 12 --output benchmarks/results/sigterm_HARDWARE_DATE.json
 """
@@ -31,7 +32,7 @@ _START_LIMIT_S = 120.0
 
 
 class Model(LightningModule):
-    """A small MLP; rank 0 creates a file when training is under way."""
+    """A small MLP whose steps take different times; rank 0 creates a file when training is under way."""
 
     def __init__(self, started: Path) -> None:
         super().__init__()
@@ -43,6 +44,7 @@ class Model(LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 5 and self.trainer.is_global_zero:
             self.started.touch()
+        time.sleep(random.uniform(0, 0.1))
         loss: Tensor = self.layers(batch[0]).square().mean()
         return loss
 
