@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _LOOK_S = 1.0
-"""Time between two looks of rank 0 into the store, each of which takes a round trip."""
+"""Time between two looks of rank 0 into the store. A thread looks, since the store's host may not answer."""
 _RECEIVED, _WAY = "received", "way"
 
 
@@ -49,8 +48,10 @@ class SigtermNotice:
     def __init__(self, trainer: Trainer, store: dist.Store, rank: int, world_size: int) -> None:
         self._trainer, self._store, self._rank = trainer, store, rank
         self._of_all = [f"{_RECEIVED}/{other}" for other in range(world_size)]
-        self._has_received = False
-        self._looked_at = -math.inf
+        self._has_received = self._has_another_received = False
+        self._stop = threading.Event()
+        if rank == 0:
+            threading.Thread(target=self._look, name="commopt-sigterm", daemon=True).start()
         self._undo = [
             on_sigterm(trainer, self._receive),
             around_broadcasts(trainer, self._before_batch),
@@ -58,6 +59,7 @@ class SigtermNotice:
         ]
 
     def close(self) -> None:
+        self._stop.set()
         while self._undo:
             self._undo.pop()()
 
@@ -72,7 +74,7 @@ class SigtermNotice:
     def _before_batch(self, inner: Callable[[], None]) -> None:
         if self._has_received and not self._decide("training"):
             raise_sigterm(self._trainer)
-        if self._rank == 0 and (self._has_received or self._has_another_received()):
+        if self._rank == 0 and (self._has_received or self._has_another_received):
             note_sigterm(self._trainer)
         try:
             inner()
@@ -89,16 +91,10 @@ class SigtermNotice:
         if poll(lambda: self._store.check(self._of_all), times.STALLED_S) and self._decide("validation"):
             note_sigterm(self._trainer)
 
-    def _has_another_received(self) -> bool:
-        now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
-            return False
-        self._looked_at = now
-        try:
-            return self._store.check([_RECEIVED])
-        except RuntimeError:
-            self._looked_at = math.inf  # torch logs a page each time a lost store is used
-            return False
+    def _look(self) -> None:
+        with suppress(RuntimeError):  # the store is lost, and this fit ends without it
+            while not (self._stop.wait(_LOOK_S) or self._has_another_received):
+                self._has_another_received = self._store.check([_RECEIVED])
 
     def _decide(self, way: str) -> bool:
         """Returns whether the ranks end in this way; the first rank that asks decides."""

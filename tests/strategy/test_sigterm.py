@@ -138,7 +138,7 @@ def _terminate_anywhere(folder: Path, places: list[tuple[str, int]], strategies:
         saves = OnExceptionCheckpoint(folder / str(number))
         run = trainer(strategy, callbacks=[saves], enable_checkpointing=True, max_epochs=200)
         with (
-            mock.patch.object(sigterm_notice, "_LOOK_S", 0),
+            mock.patch.object(sigterm_notice, "_LOOK_S", 0.01),
             pytest.raises(BaseException) as raised,  # noqa: PT011 - SIGTERMException is a SystemExit of Lightning's
         ):
             run.fit(_TerminatedAnywhere(*places[dist.get_rank()]), loader(48), loader(36))
