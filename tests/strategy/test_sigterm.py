@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.sync.checkpoint import KEY
-from lightning_commopt.watch import sigterm_notice
+from lightning_commopt.watch import sigterm_notice, times
 from support.collectives import counted_collectives, needs_hooks
-from support.lightnings import OnExceptionCheckpoint, needs_sigterm_broadcast
+from support.lightnings import Callback, OnExceptionCheckpoint, needs_sigterm_broadcast
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
@@ -173,6 +173,30 @@ def test_ranks_end_together_wherever_they_get_sigterm(places: list[tuple[str, in
     first, *others = run_ranks(_terminate_anywhere, tmp_path, places, strategies, world_size=3)
     assert [name for name, _ in first] == ["SIGTERMException"] * 2
     assert others == [first] * 2
+
+
+class _NotesWhere(Callback):
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.in_validation, self.num_batches = trainer.validating, trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+def _terminate_in_validation(places: list[tuple[str, int]]) -> tuple[str, bool, int, int]:
+    noted, model = _NotesWhere(), _TerminatedAnywhere(*places[dist.get_rank()])
+    with (
+        mock.patch.object(times, "STALLED_S", 60.0),  # however late the other rank is
+        pytest.raises(BaseException) as raised,  # noqa: PT011 - SIGTERMException is a SystemExit of Lightning's
+    ):
+        trainer(CommOptDDP(), callbacks=[noted], num_sanity_val_steps=0).fit(model, loader(48), loader(480))
+    return type(raised.value).__name__, noted.in_validation, noted.num_batches, model.remaining
+
+
+@needs_sigterm_broadcast
+def test_a_long_validation_ends_once_all_ranks_have_got_sigterm() -> None:
+    """If it fails, a launcher kills ranks in the middle of a validation."""
+    places = [("validation_step", 2), ("on_train_batch_end", 6)]  # rank 1 in the last batch before it
+    first, second = run_ranks(_terminate_in_validation, places)
+    assert first == ("SIGTERMException", True, 6, 0)  # 0: no further batch
+    assert second == first
 
 
 class _QueuedAgain(_Plain):
