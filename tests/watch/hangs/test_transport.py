@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.transport import (
     Address,
     GoneError,
@@ -59,7 +60,9 @@ def asked() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def server(asked: list[dict[str, Any]]) -> Server:
+def server(asked: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(times, "HELLO_S", 60)  # this process may stand still for longer than watchers wait
+
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         asked.append(question)
         return {"seen": len(asked)}
