@@ -38,6 +38,9 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 RUNS_CALLBACKS, SAVES_CHECKPOINTS = "_call_callback_hooks", "save_checkpoint"
 """Functions on the stack of a thread that runs a callback or saves a checkpoint."""
 
+RUNS_TRAINER = "_call_and_handle_interrupt"
+"""Function on the stack of a thread that a Trainer has not returned to the program yet, also after an exception."""
+
 _FABRICS = ("lightning.fabric", "lightning_fabric")
 
 if not TYPE_CHECKING:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from lightning_commopt.watch.uneven_batches import (
 )
 from lightning_commopt.watch.waiting import (
     end_waiting_rank,
+    handles_exception_alone,
     is_in_backward,
     is_in_callback,
     is_in_collective,
@@ -47,7 +48,8 @@ class FitWatch:
 
     It owns a thread, a part of the store, and the connections to other nodes. The thread checks once a second whether
     training has progressed, and reads the store only if it has not. A rank that waits for a failed one gets some
-    seconds to notice and to end by itself; then its process is ended. A rank that waits for nobody is never ended.
+    seconds to notice and to end by itself; then its process is ended. A rank that waits for nobody is never ended, and
+    none is ended while one that has raised saves a checkpoint, for example: launchers end all ranks after the first.
 
     All ranks must create it, once for each fit, when there is a process group.
     """
@@ -82,9 +84,8 @@ class FitWatch:
             on_error=self.fail,
             resizes=self._policy in RESIZING,
         )
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="commopt-fit-watch", daemon=True)
-        self._thread.start()
+        self._stop, self._is_closed = threading.Event(), threading.Event()
+        self._thread = self._start(self._run)
 
     def fail(self, exception: BaseException) -> None:
         """Reports this rank's failure to the others, or explains an error that follows from another's failure."""
@@ -92,6 +93,7 @@ class FitWatch:
             return
         self._stop_watching()
         self._peers.leave_by_exception()
+        self._thread = self._start(self._follow_exception)
         if isinstance(exception, RuntimeError) and not isinstance(exception, UnevenBatchesError):
             failure = None if self._explanation else self._peers.failure_soon()
             cause = self._explanation if failure is None else failure.text
@@ -123,16 +125,33 @@ class FitWatch:
             self._peers.finish()
             self._lifelines.close()
         else:
+            self._is_closed.set()
+            self._join()
+            self._peers.set_busy(False)
             # The program may catch the exception on all ranks, which would take the end of a connection for a death.
             while _of_failed_fits:
                 _of_failed_fits.pop().close()
             _of_failed_fits.append(self._lifelines)
         self._events.close()
 
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name="commopt-fit-watch", daemon=True)
+        thread.start()
+        return thread
+
     def _stop_watching(self) -> None:
         self._stop.set()
+        self._join()
+
+    def _join(self) -> None:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=times.STALLED_S)
+
+    def _follow_exception(self) -> None:
+        """Writes to the store, until `close`, whether this rank does something that the others should wait for."""
+        with log_own_errors("The watch of a fit"):
+            while not self._is_closed.wait(times.FIT_LOOK_S):
+                self._peers.set_busy(handles_exception_alone(self._fit_thread, self._device))
 
     def _make_even(self) -> None:
         self._agreed = make_even(
@@ -150,7 +169,7 @@ class FitWatch:
 
     def _check_peers(self, place_text: str) -> None:
         failure = self._peers.failure()
-        if failure is not None:
+        if failure is not None and not self._peers.is_one_busy():
             raise RuntimeError(f"Rank {self._rank} waits {place_text}, but another rank has failed. {failure.text}")
 
     def _run(self) -> None:
@@ -197,7 +216,8 @@ class FitWatch:
             is_lost = self._ends.is_in_epoch and not may_end_now(self._trainer) and not is_in_callback(thread)
             return failure.text if is_waiting or is_lost else None
         # All ranks may raise and catch the same exception. Then they wait for a slow one, not for one that has raised.
-        return failure.text if is_waiting and self._peers.are_all_idle() else None
+        is_in_vain = is_waiting and self._peers.are_all_idle() and not self._peers.is_one_busy()
+        return failure.text if is_in_vain else None
 
     def _may_be_over(self) -> bool:
         """Returns whether this rank can end the fit without the others, so that these may have ended it before."""

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 ORDERLY = ("SIGTERMException", "_TunerExitException")
 """Names of Lightning's exceptions that end a fit on all ranks as intended."""
 
-_NUM_IDLE = "num_idle"
+_NUM_IDLE, _NUM_BUSY = "num_idle", "num_busy"
 _ENDING = "ending"
 
 
@@ -66,7 +66,7 @@ class Peers:
         self._processes: dict[int, str] = {}
         self._failure: Failure | None = None
         self._is_store_lost = False
-        self._is_waiting = self._has_left = False
+        self._is_waiting = self._has_left = self._is_busy = False
         store.set(f"process/{rank}", _process_name(os.getpid()) or "")
 
     def query_store(self, fn: Callable[[], _T], default: _T) -> _T:
@@ -126,9 +126,20 @@ class Peers:
         self._has_left = True
 
     def leave_by_exception(self) -> None:
-        """Writes to the store that an exception ends the fit on this rank."""
+        """Writes to the store that an exception ends the fit on this rank, which is busy with it at first."""
+        self.set_busy(True)
         self.leave()
         self.query_store(lambda: self._store.set(f"raised/{self._rank}", ""), None)
+
+    def set_busy(self, is_busy: bool) -> None:
+        """Writes to the store whether this rank, which has raised, works on without the others, if that has changed."""
+        if is_busy != self._is_busy:
+            self._is_busy = is_busy
+            self.query_store(lambda: self._store.add(_NUM_BUSY, 1 if is_busy else -1), None)
+
+    def is_one_busy(self) -> bool:
+        """Returns whether a rank that has raised works on without the others, unless it has died meanwhile."""
+        return self.query_store(lambda: self._store.add(_NUM_BUSY, 0), 0) > 0 and not self.has_died()
 
     def raise_together(self, ranks: Sequence[int]) -> bool:
         """Returns whether exceptions end the fit on all of these ranks, too; waits a moment for them.

@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from lightning_commopt.compat.lightning import RUNS_CALLBACKS, SAVES_CHECKPOINTS
+from lightning_commopt.compat.lightning import RUNS_CALLBACKS, RUNS_TRAINER, SAVES_CHECKPOINTS
 from lightning_commopt.text.formatting import escape_controls
 
 _LAUNCHERS = ("torch.distributed.elastic.", "torch.distributed.launch", "torch.distributed.run")
@@ -25,6 +25,8 @@ _WAITING = (
     "lightning_commopt.callbacks.all_ranks",
 )
 """Modules that wait for a collective in functions without Python frames."""
+_POLLING = "lightning_commopt.sync.store"
+"""Module in which threads wait until other ranks have written to the store."""
 
 
 def end_process(reason: str) -> None:
@@ -87,6 +89,13 @@ def is_in_backward(thread: int) -> bool:
 def is_in_callback(thread: int) -> bool:
     """Returns whether a thread runs a callback or saves a checkpoint, which even a lone rank should complete."""
     return any(frame.f_code.co_name in (RUNS_CALLBACKS, SAVES_CHECKPOINTS) for frame in _frames(thread))
+
+
+def handles_exception_alone(thread: int, device: torch.device) -> bool:
+    """Returns whether a thread on which a fit has raised saves, logs or tears down, and waits for no other rank."""
+    if waits_for_others(thread, device) or _POLLING in _own_modules(thread):
+        return False
+    return any(frame.f_code.co_name == RUNS_TRAINER for frame in _frames(thread))
 
 
 def _own_modules(thread: int) -> Iterator[str]:

@@ -204,7 +204,7 @@ def test_rank_that_ends_after_rank_0_is_left_alone() -> None:
 
 
 class Saver(Callback):
-    """Rank 0 raises, and then stays until the process of rank 1 has ended, as long as saving may take."""
+    """Rank 0 raises, and takes several times the limits of a quick watch to save; `wait_for_rank_1` follows."""
 
     def __init__(self, folder: Path, at_batch: int = 1) -> None:
         self.folder, self.at_batch = folder, at_batch
@@ -219,35 +219,85 @@ class Saver(Callback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if trainer.global_rank == 0:
-            pid, deadline = int((self.folder / "pid").read_text(encoding="ascii")), time.monotonic() + _LIMIT_S / 2
-            while is_alive(pid) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            (self.folder / f"is_alive={is_alive(pid)}").touch()
+            time.sleep(40 * times.FIT_GRACE_S)
+            (self.folder / f"saved_while_alive={is_alive(self._pid)}").touch()
+
+    def wait_for_rank_1(self) -> None:
+        """Returns once the process of rank 1 has ended, while this one lives."""
+        deadline = time.monotonic() + _LIMIT_S / 2
+        while is_alive(self._pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (self.folder / f"is_alive={is_alive(self._pid)}").touch()
+
+    def check(self) -> None:
+        assert (self.folder / "saved_while_alive=True").exists()
+        assert (self.folder / "is_alive=False").exists()
+
+    @property
+    def _pid(self) -> int:
+        return int((self.folder / "pid").read_text(encoding="ascii"))
+
+
+def _fit_and_wait(saver: Saver, fit: Callable[[], None]) -> None:
+    _watch_quickly()
+    with pytest.raises(ArithmeticError, match="broken on purpose"):
+        fit()
+    saver.wait_for_rank_1()
 
 
 def _raise_before_buffers(folder: Path) -> None:
-    _watch_quickly()
-    trainer(CommOptDDP(), callbacks=[Saver(folder)]).fit(BatchNormed(), loader())
+    saver = Saver(folder)
+    fit = trainer(CommOptDDP(), callbacks=[saver])
+    _fit_and_wait(saver, lambda: fit.fit(BatchNormed(), loader()))
+
+
+class StoppedSaver(Saver):
+    """Rank 0 raises after a batch that ends training early, so that rank 1 waits for it at the end of the epoch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx == self.at_batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0 and batch_idx == self.at_batch:
+            raise ArithmeticError("broken on purpose")
+
+
+def _raise_before_end(folder: Path) -> None:
+    saver = StoppedSaver(folder)
+    fit = trainer(CommOptDDP(), callbacks=[saver])
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        _fit_and_wait(saver, lambda: fit.fit(SelfFed()))
+    else:
+        _watch_quickly()
+        fit.fit(SelfFed())
+
+
+def test_rank_at_the_end_of_an_epoch_raises_after_one_that_saves_on_an_error(tmp_path: Path) -> None:
+    """If it fails, a checkpoint on an error is lost, as launchers end all ranks after the first one."""
+    answers = run_ranks_or_raise(_raise_before_end, tmp_path, world_size=2, limit_s=_LIMIT_S)
+    assert "waits at the end of an epoch, but another rank has failed" in str(answers[1])
+    Saver(tmp_path).check()
 
 
 def test_rank_that_waits_for_buffers_of_one_that_has_raised_ends(tmp_path: Path) -> None:
-    """If it fails, ranks of a model with BatchNorm wait half an hour for one that saves a checkpoint on an error."""
+    """If it fails, a checkpoint on an error is lost, or ranks with BatchNorm then wait half an hour for its rank."""
     run_ranks_or_raise(_raise_before_buffers, tmp_path, world_size=2, limit_s=_LIMIT_S)
-    assert (tmp_path / "is_alive=False").exists()
+    Saver(tmp_path).check()
 
 
 def _raise_before_exchange(folder: Path, sync_every: int) -> None:
-    _watch_quickly()
+    saver = Saver(folder, at_batch=2)
     strategy = CommOptDiLoCo(sync_every=sync_every)
-    trainer(strategy, callbacks=[Saver(folder, at_batch=2)], max_epochs=1, limit_val_batches=0).fit(Tiny(), loader())
+    fit = trainer(strategy, callbacks=[saver], max_epochs=1, limit_val_batches=0)
+    _fit_and_wait(saver, lambda: fit.fit(Tiny(), loader()))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sync_every", [pytest.param(3, id="in_a_step"), pytest.param(100, id="at_the_end_of_the_fit")])
 def test_rank_that_waits_in_an_exchange_for_one_that_has_raised_ends(sync_every: int, tmp_path: Path) -> None:
-    """If it fails, ranks of DiLoCo wait half an hour for one that saves a checkpoint on an error."""
+    """If it fails, a checkpoint on an error is lost, or ranks of DiLoCo then wait half an hour for its rank."""
     run_ranks_or_raise(_raise_before_exchange, tmp_path, sync_every, world_size=2, limit_s=_LIMIT_S)
-    assert (tmp_path / "is_alive=False").exists()
+    Saver(tmp_path).check()
 
 
 def _train(watch: bool) -> tuple[set[str], float]:
