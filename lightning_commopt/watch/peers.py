@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 ORDERLY = ("SIGTERMException", "_TunerExitException")
 """Names of Lightning's exceptions that end a fit on all ranks as intended."""
 
-_NUM_IDLE, _NUM_BUSY = "num_idle", "num_busy"
+_NUM_IDLE, _NUM_BUSY, _DIED = "num_idle", "num_busy", "died"
 _ENDING = "ending"
 
 
@@ -138,8 +138,9 @@ class Peers:
             self.query_store(lambda: self._store.add(_NUM_BUSY, 1 if is_busy else -1), None)
 
     def is_one_busy(self) -> bool:
-        """Returns whether a rank that has raised works on without the others, unless it has died meanwhile."""
-        return self.query_store(lambda: self._store.add(_NUM_BUSY, 0), 0) > 0 and not self.has_died()
+        """Returns whether a rank that has raised works on without the others; False once any rank has died."""
+        self._find_dead()
+        return self.query_store(lambda: self._store.add(_NUM_BUSY, 0) > 0 and not self._store.check([_DIED]), False)
 
     def raise_together(self, ranks: Sequence[int]) -> bool:
         """Returns whether exceptions end the fit on all of these ranks, too; waits a moment for them.
@@ -190,6 +191,8 @@ class Peers:
     def _find_dead(self) -> int | None:
         ended = {rank for rank, process in self._processes.items() if _is_gone(process)} | self._lifelines.ended
         dead = next((rank for rank in sorted(ended) if self._get(f"finished/{rank}") is None), None)
+        if dead is not None:
+            self.query_store(lambda: self._store.set(_DIED, ""), None)  # for ranks that cannot see it
         # Rank 0 takes the store with it, also when it has ended as intended.
         return None if self._is_store_lost and self._may_be_over() else dead
 

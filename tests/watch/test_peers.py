@@ -38,6 +38,24 @@ def test_ranks_that_wait_for_a_slow_one_are_told_apart() -> None:
     assert waits.are_all_idle()
 
 
+def test_ranks_wait_for_one_that_saves_after_an_exception_unless_one_dies() -> None:
+    """If it fails, a checkpoint on an error is lost, or ranks on other hosts wait for one that has died meanwhile."""
+    store = dist.HashStore()
+    lifelines = [Lifelines(store, rank, [0], "localhost") for rank in range(3)]
+    raised, sees_the_end, other = (Peers(store, rank, 3, [rank], lifelines[rank]) for rank in range(3))
+    assert not other.is_one_busy()
+    raised.leave_by_exception()
+    assert other.is_one_busy()
+    for _ in range(2):
+        raised.set_busy(False)
+        assert not other.is_one_busy()
+    raised.set_busy(True)
+    assert other.is_one_busy()
+    lifelines[1].ended.add(0)
+    assert sees_the_end.has_died()
+    assert not other.is_one_busy()
+
+
 def test_text_of_another_rank_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     """If it fails, an exception of one rank writes to the terminals of the others what it wants."""
     raised, other = _peers(2)
