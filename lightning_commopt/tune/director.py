@@ -141,7 +141,7 @@ class Director:
             self.base_s = statistics.median(known) if known else math.nan
             if not self.budget.allows_calibration(self.base_s) and not math.isinf(self.budget.num_steps):
                 self.status = "too short"
-                yield from self._end()
+                yield from self._wait()
         if self._has_known:
             self.status = "searching"
             self._begin([1.0, None])
@@ -169,8 +169,7 @@ class Director:
             self._begin([1.0])
             yield from self._watch()
             self._min_pause *= 2
-            if not self.budget.allows_calibration(self.base_s):
-                yield from self._end()
+            yield from self._wait()
 
     def _calibrate(self, before_s: Sequence[float]) -> _Visits:
         """Observes the user's plan.
@@ -192,9 +191,10 @@ class Director:
         """Seconds that a calibration may take to measure compressors, on every rank."""
         return self.budget.measuring_limit_s(self.base_s)
 
-    def _end(self) -> _Visits:
-        while True:
-            yield Visit(0, 0)
+    def _wait(self) -> _Visits:
+        """Waits until the budget allows a calibration. It grows in a fit of unknown length; 0 steps end another one."""
+        while not self.budget.allows_calibration(self.base_s):
+            yield Visit(0, WATCH_STEPS if math.isinf(self.budget.num_steps) else 0)
 
     def _watch_and_search(self) -> _Visits:
         """Watches the plan that was chosen, and searches whenever that is due, until it is time to calibrate again."""

@@ -116,6 +116,16 @@ def test_a_calibration_that_predicts_nothing_is_repeated() -> None:
     assert max(len(outcome.calibrated_at) for outcome in outcomes) > 1
 
 
+def test_a_fit_of_unknown_length_calibrates_again_once_it_can_pay_for_that() -> None:
+    """If it fails, a disturbed observation, or a link that changes early, ends the search in a loop of a day."""
+    never = simulate([1.0, 0.5], 12000, "small", 0, known_steps=math.inf, predictions=Predictions(failing=1.0))
+    assert 3 <= len(never.calibrated_at) <= 8
+    assert never.ratio < 1.005
+    slower, exact = Change(1500, [3.0, 1.2]), Predictions(failing=0.0)
+    found = simulate([1.0, 1.3], 8000, "small", 0, changes=[slower], known_steps=math.inf, predictions=exact)
+    assert found.arm == 1
+
+
 def test_a_plan_that_was_ruled_out_is_left_and_that_is_no_change_of_the_link() -> None:
     """If it fails, a search begins because the user's plan is slower than the one that was left, or others are left."""
     for others, chosen in (([0.5], 0), ([0.5, 0.6], 2)):
