@@ -216,7 +216,6 @@ class Director:
             self.budget.search_steps(is_first=is_first),
             arm=self.visit.arm,
             chosen=self.chosen,
-            is_start=not self.budget.num_done,
             num_settling_steps=self._num_settling_steps,
             handicaps=self._handicaps,
             earlier=self._undecided,

@@ -78,7 +78,6 @@ class Search:
         arm: the plan that steps run with at present.
         chosen: the plan that was chosen before, 0 if none was. It stays unless it is found to save less than 2 % of a
             step.
-        is_start: whether the fit has just begun.
         num_settling_steps: number of steps after a change of plan that are not timed: DDP rebuilds its buckets after
             the first of them.
         handicaps: extra saving that is required of a plan, as a share of a step, by arm.
@@ -96,7 +95,6 @@ class Search:
         *,
         arm: int,
         chosen: int,
-        is_start: bool,
         num_settling_steps: int,
         handicaps: Mapping[int, float] | None = None,
         earlier: Sequence[Sequence[TimedVisit]] = (),
@@ -110,7 +108,6 @@ class Search:
         self._num_settling_steps = num_settling_steps
         self._arm, self._chosen = arm, chosen
         self._handicaps = handicaps or {}
-        self._num_first = limits.NUM_START_STEPS if is_start else 0
         self.visits: list[TimedVisit] = []
         self._all_visits = [*earlier, self.visits]
         self._num_steps = 0
@@ -121,8 +118,6 @@ class Search:
         self._is_too_dear = False
 
     def run(self) -> Searching:
-        if self._num_first:
-            yield from self._steps(self._arm, self._num_first)
         if not (yield from self._visit(0)):
             return SearchResult(arm=self._chosen, num_steps=self._num_steps, why="unmeasurable")
         open_arms = self._promising(self._candidates)

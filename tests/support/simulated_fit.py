@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from lightning_commopt.cost.predict import Candidate, Prediction
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.tune import limits
 from lightning_commopt.tune.calibration import MAX_CANDIDATES, Shortlist, unpredicted
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.search import Report, Visit
@@ -17,7 +18,6 @@ from lightning_commopt.tune.search import Report, Visit
 NOISES = ("none", "small", "medium", "large", "tails", "wandering", "bursts")
 HEAVY_NOISES = ("outliers", "loaded", "drift")
 """More than step times can be compared under."""
-_NUM_START_STEPS = 3
 _CHANGE_S = _SETTLING_S = 0.5  # what changing the plan takes, and how much longer the first step after it does
 
 
@@ -50,6 +50,8 @@ class Driven(Director):
             self.visit = next(self._direct)
 
     def _search_and_watch(self) -> Generator[Visit, Report, None]:
+        self.is_searching = True
+        yield Visit(0, limits.NUM_START_STEPS)
         yield from self._search()
         yield from self._watch_and_search()
 
@@ -170,7 +172,7 @@ def simulate(
         if (plan, is_observed) != present:
             present, changing_s = (plan, is_observed), _CHANGE_S * rng.uniform(0.7, 1.3)
         for index in range(min(visit.num_steps or num_steps, num_steps - step)):  # 0 steps: nothing is left to decide
-            start_s = 1.0 if step < _NUM_START_STEPS else _SETTLING_S if changing_s and not index else 0.0
+            start_s = 1.0 if step < limits.NUM_START_STEPS else _SETTLING_S if changing_s and not index else 0.0
             seconds.append(times[step][plan] * factors[step] + start_s)
             step += 1
         total_s += sum(seconds) + changing_s
@@ -182,5 +184,5 @@ def simulate(
             director.aside_s = min(predictions.measuring_s, director.measuring_limit_s)
             total_s += director.aside_s
         director.advance(Report(tuple(seconds), changing_s))
-    alone_s = sum(of_step[0] * factor for of_step, factor in zip(times, factors, strict=True)) + _NUM_START_STEPS
+    alone_s = sum(of_step[0] * factor for of_step, factor in zip(times, factors, strict=True)) + limits.NUM_START_STEPS
     return Outcome(total_s, total_s / alone_s, present[0], director, tuple(calibrated_at))

@@ -324,7 +324,7 @@ def _searched(
 ) -> SearchResult:
     """Searches; the visits of each plan take its times of a step in turn, the first plan is the user's."""
     expected = [1.0, *(None for _ in times_s[1:])]
-    running = Search(expected, budget_steps, arm=chosen, chosen=chosen, is_start=False, num_settling_steps=1).run()
+    running = Search(expected, budget_steps, arm=chosen, chosen=chosen, num_settling_steps=1).run()
     in_turn, arm, step_s = [itertools.cycle(its) for its in times_s], -1, 0.0
     visit = next(running)
     while True:
