@@ -44,7 +44,7 @@ class TimedVisit(NamedTuple):
 
     Attributes:
         arm: index of the plan; 0 is the user's.
-        at_step: the middle of them, in steps since the search began.
+        at_step: the end of them, in steps since the search began.
         seconds: times of the steps that count; not empty.
     """
 

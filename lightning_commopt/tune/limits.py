@@ -22,7 +22,8 @@ NUM_TIMED_STEPS = 4
 """Number of steps that a visit times: their median ignores a disturbed one, and there can be several visits."""
 
 NUM_TRIES = 3
-"""How often a visit is repeated if none of its steps counts, because each had a validation or another batch size."""
+"""How often steps of a visit are timed at most if half of them or more do not count, because of validations or of other
+batch sizes."""
 
 UNKNOWN_SLOWDOWN = 1.5
 """Assumed step time of a candidate without a prediction, as a multiple of the user's, when the cost of its visit is

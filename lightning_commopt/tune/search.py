@@ -112,7 +112,6 @@ class Search:
         self._all_visits = [*earlier, self.visits]
         self._num_steps = 0
         self._num_steps_of: Counter[int] = Counter()  # number of steps with each plan
-        self._elapsed_s = 0.0  # time in steps that count, and in changes of plan
         self._change_s: list[float] = []
         self._settling: list[tuple[int, float]] = []  # plan and seconds of the first step after each change
         self._is_too_dear = False
@@ -143,8 +142,7 @@ class Search:
 
     def _num_affordable(self) -> int:
         """Returns the number of candidates for which the budget probably suffices."""
-        change_steps = max(self._change_s, default=limits.UNKNOWN_CHANGE * self._base_s) / self._base_s
-        num_changes = int(self._budget_steps / max(change_steps, 1e-9))
+        num_changes = int(self._budget_steps / max(self._change_steps, 1e-9))
         # Each of n candidates is visited twice, and so is the user's plan after them; each visit begins with a change.
         return max(0, min(limits.MAX_ARMS, (num_changes - 3) // 2))
 
@@ -158,20 +156,19 @@ class Search:
         if arm != self._arm:
             first = yield from self._steps(arm, 1)
             self._settling += [(arm, seconds) for seconds in first]
-            if self._num_settling_steps > 1:
-                others = yield from self._steps(arm, self._num_settling_steps - 1)
-                if arm and others and min(others) > limits.MAX_SLOWDOWN * self._base_s:
-                    others += yield from self._steps(arm, 1)  # a single step may be slow by chance
-                    if min(others) > limits.MAX_SLOWDOWN * self._base_s:
-                        self.visits.append(TimedVisit(arm, self._num_steps, tuple(others)))
-                        return True
-        began, seconds = self._num_steps, list[float]()
+            others = yield from self._steps(arm, self._num_settling_steps - 1)
+            if arm and others and min(others) > limits.MAX_SLOWDOWN * self._base_s:
+                others += yield from self._steps(arm, 1)  # a single step may be slow by chance
+                if min(others) > limits.MAX_SLOWDOWN * self._base_s:
+                    self.visits.append(TimedVisit(arm, self._num_steps, tuple(others)))
+                    return True
+        seconds = list[float]()
         for _ in range(limits.NUM_TRIES):
             seconds += yield from self._steps(arm, limits.NUM_TIMED_STEPS)
             if len(seconds) > limits.NUM_TIMED_STEPS // 2:
                 break
         if seconds:
-            self.visits.append(TimedVisit(arm, (began + self._num_steps) / 2, tuple(seconds)))
+            self.visits.append(TimedVisit(arm, self._num_steps, tuple(seconds)))
         return bool(seconds)
 
     def _steps(self, arm: int, num_steps: int) -> Generator[Visit, Report, list[float]]:
@@ -184,7 +181,6 @@ class Search:
         known = [s for s in report.seconds if not math.isnan(s)]
         if is_change:
             self._change_s.append(report.change_s)
-        self._elapsed_s += sum(known) + is_change * report.change_s
         return known
 
     @property
@@ -192,20 +188,25 @@ class Search:
         return typical_s(self.visits, 0)
 
     @property
+    def _change_steps(self) -> float:
+        """The longest change of plan so far, in steps with the user's plan."""
+        return max(self._change_s, default=limits.UNKNOWN_CHANGE * self._base_s) / self._base_s
+
+    @property
     def lost_s(self) -> float:
         """The time so far minus the time of the same number of steps with the user's plan.
 
         Steps count with the typical time of their plan, because the same steps might have been slow with the user's
         plan, too; so steps with the user's plan cost nothing. The excess of a first step after a change counts with its
-        median. The result never exceeds the time that the search took.
+        median.
         """
         timed = {visit.arm: typical_s(self.visits, visit.arm) for visit in self.visits}
         slower_s = (
             -sum(self._num_steps_of[arm] * gain.gain for arm, gain in gains([self.visits]).items()) * self._base_s
         )
-        excess_s = [max(0.0, seconds - timed[arm]) for arm, seconds in self._settling if arm in timed]
+        excess_s = [seconds - timed[arm] for arm, seconds in self._settling if arm in timed]
         settling_s = statistics.median_low(excess_s) * len(self._settling) if excess_s else 0.0
-        return min(slower_s + settling_s + sum(self._change_s), self._elapsed_s)
+        return slower_s + settling_s + sum(self._change_s)
 
     def _can_afford(self, arm: int) -> bool:
         """Returns whether a visit and the way back stay within the budget, and within the number of steps."""
@@ -213,9 +214,8 @@ class Search:
         is_change = arm != self._arm
         if self._num_steps + limits.NUM_TIMED_STEPS + num_settling * (1 + (arm != 0)) > limits.MAX_STEPS:
             return False
-        change_steps = max(self._change_s, default=base_s * limits.UNKNOWN_CHANGE) / base_s
         slowest_s = max([seconds for _, seconds in self._settling], default=base_s * (1 + limits.UNKNOWN_CHANGE))
-        settling_steps = max(0.0, slowest_s / base_s - 1)
+        settling_steps = slowest_s / base_s - 1
         expected = 1.0
         if arm:
             visits = [visit for visit in self.visits if visit.arm == arm]
@@ -224,7 +224,7 @@ class Search:
                 typical_s(visits, arm) / base_s if visits else limits.UNKNOWN_SLOWDOWN if guess is None else guess
             )
         num_slow = num_settling - 1 + limits.NUM_TIMED_STEPS
-        cost = (is_change + (arm != 0)) * (change_steps + settling_steps) + num_slow * max(0.0, expected - 1)
+        cost = (is_change + (arm != 0)) * (self._change_steps + settling_steps) + num_slow * (expected - 1)
         self._is_too_dear = self.lost_s / base_s + cost > self._budget_steps
         return not self._is_too_dear
 
@@ -253,7 +253,7 @@ class Search:
         """Returns whether no other candidate can be better than the winner by more than 2 %."""
         winner = self._winner(active)
         if not winner:
-            return not active
+            return False
         net = self._net(gains(self._all_visits))
         most = net[winner].gain + limits.MIN_GAIN
         return all(arm in net and net[arm].high <= most for arm in active if arm != winner)

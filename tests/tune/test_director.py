@@ -15,7 +15,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune.calibration import Shortlist
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.gains import TimedVisit, gains
-from lightning_commopt.tune.search import Report, Search, SearchResult
+from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.verdict import text_to_log, verdict
 from support.cross_section import sampled
 from support.simulated_fit import HEAVY_NOISES, NOISES, Change, Driven, Outcome, Predictions, noise, simulate
@@ -317,52 +317,6 @@ def test_a_repeated_search_goes_on_from_the_one_before() -> None:
     (alone,), (both,) = (gains(searches).values() for searches in ([search], [search, disturbed]))
     assert both.gain == pytest.approx(alone.gain, abs=0.02)
     assert both.high - both.low < alone.high - alone.low
-
-
-def _searched(
-    times_s: Sequence[Sequence[float]], change_s: float, budget_steps: float, chosen: int = 0
-) -> SearchResult:
-    """Searches; the visits of each plan take its times of a step in turn, the first plan is the user's."""
-    expected = [1.0, *(None for _ in times_s[1:])]
-    running = Search(expected, budget_steps, arm=chosen, chosen=chosen, num_settling_steps=1).run()
-    in_turn, arm, step_s = [itertools.cycle(its) for its in times_s], -1, 0.0
-    visit = next(running)
-    while True:
-        is_change, arm = visit.arm != arm, visit.arm
-        step_s = next(in_turn[arm]) if is_change else step_s
-        try:
-            visit = running.send(Report((step_s,) * visit.num_steps, change_s))
-        except StopIteration as stop:
-            result: SearchResult = stop.value
-            return result
-
-
-def test_a_plan_is_chosen_if_it_was_seen_twice_and_is_faster_beyond_the_noise() -> None:
-    """If it fails, luck chooses the plan: a single visit, or a mean whose interval reaches to slower steps."""
-    once = _searched([[1.0], [0.5]], 6.0, 6.0)  # a change takes the whole budget
-    assert (once.num_steps, once.arm, once.why) == (9, 0, "too short")
-    assert once.gains[1].low > 0.4
-    assert once.lost_s == pytest.approx(6.0 - 5 * 0.5)
-    noisy = _searched([[1.0, 1.2], [1.0, 1.1]], 0.1, 100.0)
-    assert noisy.gains[1].low < 0.0 < 0.04 < noisy.gains[1].gain
-    assert (noisy.arm, noisy.why) == (0, "not sure")
-
-
-def test_a_search_that_cannot_compare_keeps_what_was_chosen() -> None:
-    """If it fails, a plan that is faster is given up because the budget is spent, or no step could be timed."""
-    unpaid = _searched([[1.0], [0.5]], 0.1, -5.0, chosen=1)
-    assert (unpaid.arm, unpaid.why, unpaid.gains) == (1, "too short", {})
-    unmeasurable = _searched([[math.nan], [0.5]], 0.1, 100.0, chosen=1)
-    assert (unmeasurable.arm, unmeasurable.why) == (1, "unmeasurable")
-    assert _searched([[1.0], [1.1]], 0.1, 100.0, chosen=1).arm == 0
-    assert _searched([[1.0], [1.1]], 0.1, -5.0).arm == 0
-
-
-def test_a_budget_suffices_for_so_many_candidates() -> None:
-    """If it fails, a search spends more than it may: the way to a plan and back is 4 steps, a visit 2."""
-    assert not _searched([[1.0], [1.0]], 0.1, 5.9).gains
-    assert [*_searched([[1.0], [1.0], [1.0]], 0.1, 6.0).gains] == [1]
-    assert [*_searched([[1.0], [1.0], [1.0]], 0.1, 7.0).gains] == [1, 2]
 
 
 def test_noise_does_not_take_back_what_was_chosen() -> None:
