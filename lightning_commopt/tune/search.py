@@ -230,9 +230,9 @@ class Search:
 
     def _promising(self, active: list[int]) -> list[int]:
         """Returns the candidates that may still be worth choosing."""
-        known = gains(self._all_visits)
-        least = max([limits.MIN_GAIN, *(net.low for net in self._net(known).values())])
-        return [arm for arm in active if arm not in known or known[arm].high >= least]
+        net = self._net(gains(self._all_visits))
+        least = max([limits.MIN_GAIN, *(gain.low for gain in net.values())])
+        return [arm for arm in active if arm not in net or net[arm].high >= least]
 
     def _net(self, known: Mapping[int, Gain]) -> dict[int, Gain]:
         """Returns gains minus the handicaps."""

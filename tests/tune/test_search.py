@@ -131,6 +131,11 @@ def test_a_plan_saves_more_than_its_handicap(handicap: float, arm: int, chosen: 
     assert found.result.arm == arm
 
 
+def test_a_plan_that_cannot_save_more_than_its_handicap_is_given_up() -> None:
+    """If it fails, steps are lost to a compressor that is as fast as none."""
+    assert _searched([[1.0], [0.98]], 100.0, change_s=0.1, handicaps={1: 0.1}).arms == "010"
+
+
 def _times_of_steps(seconds: Sequence[float], num_settling_steps: int = 2) -> tuple[SearchResult, list[Visit]]:
     """Searches; the first steps with the candidate take so long, all others a second."""
     left = iter(seconds)
