@@ -103,7 +103,6 @@ class Search:
         self._expected = expected
         candidates = (arm for arm in range(1, len(expected)) if expected[arm] != math.inf)
         self._candidates = sorted(candidates, key=lambda number: (number != chosen, not earlier and number in tried))
-        self._tried = tried
         self._budget_steps = budget_steps
         self._num_settling_steps = num_settling_steps
         self._arm, self._chosen = arm, chosen
@@ -274,5 +273,5 @@ class Search:
             num_steps=self._num_steps,
             lost_s=self.lost_s,
             why=why,
-            has_more=any(arm not in known and arm not in self._tried for arm in self._candidates),
+            has_more=any(arm not in known for arm in self._candidates),
         )

@@ -173,3 +173,4 @@ def test_an_undecided_candidate_is_visited_before_others_and_one_of_another_time
     assert goes_on.arms.startswith("01")
     others = _searched(times_s, 100.0, change_s=0.1, tried={1, 2, 3})
     assert others.arms.startswith("0412")
+    assert others.result.has_more  # 3, which has lost before something changed
