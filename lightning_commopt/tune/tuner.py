@@ -233,6 +233,8 @@ class Tuner:
         if hook is not None and error > error_limit(hook):
             self._forbidden.add(hook)
             self.director.forbid([arm for arm, plan in enumerate(self.plans) if arm and plan.comm_hook == hook])
+            if self._fit is not None:
+                save_choice(self._fit, self.plans[0])  # the next fit must not begin with it
             warn(
                 f"plan='auto': averages with comm_hook={compressor_name(hook)!r} are off by {error:.2g} of the"
                 f" gradient's norm, above its limit of {error_limit(hook):.2g}. Training continues with"

@@ -120,7 +120,7 @@ def test_three_ranks_train_the_same_up_to_the_order_of_sums() -> None:
 def _fit_lossy(folder: str) -> dict[str, Any]:
     int8 = CommPlan.from_dict({"comm_hook": "int8"})
     found: dict[str, Any] = {}
-    with scripted({int8: 0.6}):
+    with TemporaryDirectory() as plans, scripted({int8: 0.6}, folder=plans):
         strategy = CommOptDDP(plan="auto", lossy=["int8", "bf16"])
         saved = ModelCheckpoint(dirpath=folder, save_last=True)
         found["params"] = _fit(strategy, Tiny(), callbacks=[saved], enable_checkpointing=True)
@@ -138,6 +138,7 @@ def _fit_lossy(folder: str) -> dict[str, Any]:
             guarded = CommOptDDP(plan="auto", lossy=["int8"])
             _fit(guarded, Tiny(), epochs=60)
         found["guarded"] = guarded.plan.name
+        found["kept"] = [json.loads(path.read_text())["chosen"] for path in Path(plans).iterdir()]
         found["tuning"] = guarded.auto_plan.describe()
         found["warnings"] = [str(one.message) for one in caught if "averages with comm_hook" in str(one.message)]
     return found
@@ -168,8 +169,9 @@ def test_a_checkpoint_keeps_the_plan(lossy: list[dict[str, Any]]) -> None:
 
 @pytest.mark.exhaustive
 def test_the_guard_falls_back_to_the_users_plan(lossy: list[dict[str, Any]]) -> None:
-    """If it fails, training goes on with averages that are far off, or reports it with every step."""
+    """If it fails, training goes on with averages that are far off, again in the next fit, or warns at every step."""
     assert [rank["guarded"] for rank in lossy] == ["uncompressed", "uncompressed"]
+    assert lossy[0]["kept"] == [CommPlan().to_dict()]
     assert len(lossy[0]["warnings"]) == 1
     assert "comm_hook='int8'" in lossy[0]["warnings"][0]
     assert not lossy[1]["warnings"]
