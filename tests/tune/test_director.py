@@ -146,6 +146,9 @@ def test_candidates_that_lose_make_room_for_others() -> None:
     assert statistics.fmean(outcome.arm == 5 for outcome in outcomes) > 0.9
     assert all({*search.gains} <= {*range(1, 6)} for outcome in outcomes for search in outcome.director.searches)
     assert max(outcome.ratio for outcome in outcomes) < 1.01
+    # A first search leaves enough for another one.
+    shorter = [simulate([1.0, 1.2, 1.05, 1.3, 1.02, 0.8], 3000, "medium", seed) for seed in range(8)]
+    assert statistics.fmean(outcome.arm == 5 for outcome in shorter) > 0.5
 
 
 def test_a_plan_that_was_chosen_is_compared_with_candidates_that_were_not_tried() -> None:
