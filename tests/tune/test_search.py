@@ -94,8 +94,8 @@ def test_a_budget_suffices_for_so_many_candidates() -> None:
     ("times_s", "arms", "chosen"),
     [
         ([1.0, 0.7, 1.05, 1.02], "0123010", 1),  # 2 and 3 cannot win after a visit
-        ([1.0, 0.7, 0.77], "0120120", 1),  # 2 could by noise, until it was visited twice
-        ([1.0, 0.7, 0.7], "01201201", 1),  # which is better does not matter
+        ([1.0, 0.7, 0.8], "012010", 1),  # 2 could by noise, until 1 was visited twice
+        ([1.0, 0.7, 0.71], "0120120", 1),  # 2 may be better, but not by 2 %
         ([1.0, 0.75, 0.74, 0.7], "01230321", 3),  # the fastest first, as steps may be too few for all
         ([1.0, 1.01], "010101", 0),
     ],
@@ -121,6 +121,19 @@ def test_a_search_knows_its_cost_and_stays_within_its_budget(unit_s: float) -> N
         assert found.result.lost_s == pytest.approx(found.cost_s, abs=1e-9 * unit_s)
         assert found.cost_s <= budget_steps * unit_s
         assert found.arms == arms
+
+
+@pytest.mark.parametrize(("change_s", "first_s"), [(0.1, 4.0), (4.0, 0.1)])
+def test_a_search_expects_its_longest_change_and_its_slowest_first_step_again(change_s: float, first_s: float) -> None:
+    """If it fails, a fit pays once more for what has taken long before."""
+
+    def report(visit: Visit, is_change: bool) -> Report:
+        is_long = is_change and visit.arm == 1
+        seconds = [1.0 + (first_s if is_long else 0.1), *[1.0] * (visit.num_steps - 1)]
+        return Report(tuple(seconds), change_s if is_long else 0.1)
+
+    _, visits = _run(2, 8.0, report)
+    assert [arm for arm, _ in itertools.groupby(visit.arm for visit in visits)] == [0, 1]
 
 
 @pytest.mark.parametrize(("handicap", "arm"), [(0.0, 1), (0.02, 0)])
@@ -150,9 +163,9 @@ def test_a_plan_that_is_far_slower_is_given_up_after_a_few_steps() -> None:
     """If it fails, a slow plan takes up the budget, or a single step that is slow by chance rules out the best one."""
     slow = [Visit(1, 1), Visit(1, 1), Visit(1, 1)]
     assert _times_of_steps([9.0, 1.6, 1.6])[1][1:] == slow
-    for seconds, num_settling_steps in (([1.0, 9.0, 1.0], 2), ([9.0, 9.0, 1.0, 1.0], 3), ([9.0, math.nan], 2)):
+    for seconds, num_settling_steps, others in (([1, 9, 1], 2, [1, 1]), ([9, 9, 1], 3, [2]), ([9, math.nan], 2, [1])):
         result, visits = _times_of_steps(seconds, num_settling_steps)
-        assert Visit(1, 4) in visits
+        assert visits[1 : len(others) + 3] == [Visit(1, num_steps) for num_steps in (1, *others, 4)]
         assert result.gains[1].gain == pytest.approx(0.0)
 
 
