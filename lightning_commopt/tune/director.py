@@ -273,7 +273,6 @@ class Director:
                 if num_looks <= limits.NUM_ON_PROBATION and look.step_s > result.base_s:
                     self.events.append(Event(self.budget.num_done, "rolled back"))
                     self.chosen, drift, is_open = 0, Drift(), True
-                    self._undecided = []
                     continue
                 if drift.num_shifted:  # nobody knows what a step with the user's plan takes now
                     continue

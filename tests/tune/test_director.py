@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -111,6 +112,9 @@ def test_a_calibration_that_predicts_nothing_is_repeated() -> None:
     assert 3 <= len(never.calibrated_at) <= 8
     assert never.director.status == "unpredictable"
     assert 1.0 < never.ratio < 1.005
+    short = simulate([1.0, 0.5], 1500, "small", 0, predictions=Predictions(failing=1.0))
+    assert len(short.calibrated_at) == 2  # it cannot pay for three
+    assert short.director.visit == (0, 0)  # nothing is left to decide
     outcomes = [simulate([1.0, 0.5], 6000, "small", seed, predictions=Predictions(failing=0.5)) for seed in range(8)]
     assert sum(outcome.arm == 1 for outcome in outcomes) >= 7
     assert max(len(outcome.calibrated_at) for outcome in outcomes) > 1
@@ -361,15 +365,52 @@ def test_steps_that_do_not_count_are_replaced() -> None:
     assert never.searches[0].why == "unmeasurable"
 
 
-def test_a_choice_that_does_not_hold_is_rolled_back() -> None:
-    """If it fails, a plan that won by chance stays."""
+def _chosen() -> Driven:
+    """Returns a director that has just chosen a plan with steps of 0.7 s instead of 1 s."""
     director = Driven([None, None], 100000)
     while director.is_searching:
         director.advance(Report(((1.0, 0.7)[director.visit.arm],) * director.visit.num_steps, 0.1))
+    return director
+
+
+@pytest.mark.parametrize("num_good", [0, 2, 3])
+def test_a_choice_that_does_not_hold_is_rolled_back_and_searched_again(num_good: int) -> None:
+    """If it fails, a plan that won by chance stays, or a machine that is slow later takes back a good one."""
+    director = _chosen()
     assert director.visit == (1, 20)
-    director.advance(Report((1.05,) * director.visit.num_steps))
-    assert director.visit.arm == 0
-    assert [event.what for event in director.events] == ["rolled back"]
+    for step_s in [*[0.7] * num_good, 1.05]:
+        director.advance(Report((step_s,) * director.visit.num_steps))
+    assert director.visit.arm == (num_good == 3)
+    assert [event.what for event in director.events] == ["rolled back"] * (num_good < 3)
+    for _ in range(3):
+        if not director.is_searching:
+            director.advance(Report(((1.0, 0.7)[director.visit.arm],) * director.visit.num_steps))
+    assert director.is_searching == (num_good < 3)
+
+
+def test_half_of_what_a_plan_saves_pays_for_more_searches() -> None:
+    """If it fails, a fit spends what it has not saved: another process may have left when a plan was chosen."""
+    director, saved = _chosen(), list[float]()
+    for step_s in (0.7, 0.8, 0.62, 2.1):
+        lost_steps = director.budget.lost_steps
+        director.advance(Report((step_s,) * director.visit.num_steps))
+        saved.append(lost_steps - director.budget.lost_steps)
+    assert saved == pytest.approx([0.5 * 0.3 * 20, 0.5 * 0.2 * 100, 0.5 * 0.3 * 100, 0.0])
+
+
+def test_what_was_seen_before_a_change_does_not_count_after_it() -> None:
+    """If it fails, visits on another link decide which plan is used now."""
+    director, times_s = Driven([None, None], 100000), [itertools.cycle([1.0, 1.2]), itertools.cycle([1.0, 1.1])]
+    arm, step_s = -1, 1.0
+    while len(director.searches) < 2:
+        visit, has_searched = director.visit, bool(director.searches)
+        if has_searched:
+            step_s = 2.1 if visit.arm else 1.0 if director.budget.num_done < 200 else 3.0
+        elif visit.arm != arm:
+            arm, step_s = visit.arm, next(times_s[visit.arm])
+        director.advance(Report((step_s,) * visit.num_steps, 0.1))
+    assert [event.what for event in director.events] == ["drift"]
+    assert director.searches[1].gains[1].gain == pytest.approx(0.3)
 
 
 def test_the_way_to_the_chosen_plan_is_paid_for_once() -> None:
@@ -381,7 +422,7 @@ def test_the_way_to_the_chosen_plan_is_paid_for_once() -> None:
     for _ in range(3):
         director.advance(Report((0.7,) * director.visit.num_steps, 5.0))
         lost.append(director.lost_steps)
-    assert [after - before for before, after in itertools.pairwise(lost)] == pytest.approx([5.0, 0.0, 0.0])
+    assert [after - before for before, after in pairwise(lost)] == pytest.approx([5.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
@@ -425,7 +466,9 @@ def test_searches_in_vain_become_rarer() -> None:
         if director.is_searching != is_searching:
             changes_at.append(director.budget.num_done)
     assert {search.why for search in director.searches} == {"not sure"}
-    assert [begin - end for end, begin in itertools.pairwise(changes_at)][::2] == [400, 800, 1600]
+    gains_of_plan = [search.gains[1] for search in director.searches]  # the visits of earlier searches count, too
+    assert all(after.high - after.low < 0.9 * (before.high - before.low) for before, after in pairwise(gains_of_plan))
+    assert [begin - end for end, begin in pairwise(changes_at)][::2] == [400, 800, 1600]
     assert director.num_search_steps == sum(search.num_steps for search in director.searches)
 
 
@@ -506,6 +549,16 @@ def test_a_resumed_plan_that_is_ruled_out_is_followed_by_a_search_among_others(n
     director.base_s = math.nan  # as if each step since had a validation
     director.advance(Report((math.nan,) * director.visit.num_steps, 0.1))
     assert director.calibration_lost_steps == 0.0
+
+
+def test_a_resumed_plan_that_has_become_slower_is_compared_with_predicted_ones() -> None:
+    """If it fails, a loop that was resumed tries nothing else on another link."""
+    director = Director(math.inf, arm=1, measuring_s=0.4)
+    while director.visit.arm != CALIBRATE:
+        step_s = 0.5 if director.budget.num_done < 1500 else 1.5
+        director.advance(Report((step_s,) * director.visit.num_steps, 0.1))
+        assert director.budget.num_done < 2000
+    assert director.measuring_limit_s > 0.4
 
 
 def test_a_calibration_costs_its_changes_and_what_it_measures_but_not_its_steps() -> None:
