@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Collection
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.testing.places import CPU
 from lightning_commopt.testing.steps import LargeNet, Setup, send
+from lightning_commopt.tune import guard as guard_module
 from lightning_commopt.tune.guard import Guard, error_limit
 from support.cross_section import sampled
 from support.warm_ranks import run_ranks
@@ -84,15 +86,21 @@ def _exact_model() -> tuple[DistributedDataParallel, Guard]:
     return model, Guard(lambda: model, group)
 
 
-def _error_of_accumulated(spoilt: Collection[int], factor: float) -> float:
-    """Returns the guard's error with steps of two batches, in some of which averages are multiplied by a factor."""
+def _error_of_accumulated(spoilt: Collection[int], factor: float, num_steps: int = 29) -> float:
+    """Returns the guard's error with steps of two batches, in some of which averages are multiplied by a factor.
+
+    With an infinite factor all gradients overflow.
+    """
     model, guard = _exact_model()
-    for step in range(29):
+    for step in range(num_steps):
         guard.begin_step()
+        if 4 <= step % 30 < 24:  # between the windows of a look
+            continue
         model.zero_grad()
+        scale = factor if math.isinf(factor) and step in spoilt else 1.0
         for is_last in (False, True):
             with nullcontext() if is_last else model.no_sync():
-                model(torch.randn(4, 8)).square().sum().backward()
+                (scale * model(torch.randn(4, 8)).square().sum()).backward()
                 for parameter in model.parameters() if step in spoilt and is_last else ():
                     assert parameter.grad is not None
                     parameter.grad *= factor
@@ -100,11 +108,15 @@ def _error_of_accumulated(spoilt: Collection[int], factor: float) -> float:
     return guard.error
 
 
-def _looks() -> tuple[list[float], int]:
-    """Returns errors of right averages, of others in the first window only, and of NaN; and the number of buckets."""
+def _looks() -> tuple[list[float], list[float], int]:
+    """Returns errors that the guard must find small, those that it must find, and the number of buckets."""
     torch.manual_seed(dist.get_rank())
-    spoilt: list[tuple[Collection[int], float]] = [((), 1.0), (range(4), 2.0), (range(29), math.nan)]
-    errors = [_error_of_accumulated(*case) for case in spoilt]
+    fine: list[tuple[Collection[int], float]] = [((), 1.0), (range(4), 2.0), (range(24, 28), 2.0), ((1, 25), math.inf)]
+    small = [_error_of_accumulated(*case) for case in fine]
+    large = [_error_of_accumulated(range(29), math.nan)]
+    with patch.object(guard_module, "EVERY_STEPS", 30):
+        large.append(_error_of_accumulated(range(30, 59), 2.0, num_steps=59))
+    assert math.isnan(_error_of_accumulated(range(29), math.inf))  # each step overflows
     model, guard = _exact_model()
     for _ in range(2):
         model(torch.randn(4, 8)).sum().backward()  # DDP lays out its buckets
@@ -112,12 +124,40 @@ def _looks() -> tuple[list[float], int]:
     for _ in range(3):
         guard._choose_bucket()
         chosen.update(map(id, guard._bucket))
-    return errors, len(chosen)
+    return small, large, len(chosen)
 
 
 def test_accumulated_batches_and_each_bucket_are_looked_at() -> None:
-    """If it fails, accumulation or a single outlier ends a good plan, or NaN and other buckets are overlooked."""
-    for (right, at_first, not_finite), num_chosen in run_ranks(_looks, world_size=3):
-        assert max(right, at_first) < 1e-6
-        assert not_finite == math.inf
+    """If it fails, accumulation, an overflow or an outlier ends a good plan, or NaN and other buckets are overlooked.
+
+    A plan that was good in one look may be bad in the next one.
+    """
+    for small, large, num_chosen in run_ranks(_looks, world_size=3):
+        assert max(small) < 1e-6
+        assert large == [math.inf, pytest.approx(1.0)]
         assert num_chosen == 3
+
+
+def _compared_places() -> tuple[list[int], int]:
+    """Returns which elements of a bucket with an embedding are compared, and the bucket's size."""
+    layers = nn.Sequential(nn.Embedding(99, 301, sparse=True), nn.Linear(301, 7), nn.Linear(7, 5))
+    model, group = DistributedDataParallel(layers), dist.group.WORLD
+    assert group is not None
+    guard = Guard(lambda: model, group)
+    for _ in range(29):
+        guard.begin_step()
+        model.zero_grad()
+        model(torch.arange(4)).sum().backward()
+        guard.end_backward()
+    assert guard.error < 1e-6
+    places, start = list[int](), 0
+    for parameter, place in zip(guard._bucket, guard._places, strict=True):
+        places += range(start, start + parameter.numel())[place]
+        start += parameter.numel()
+    return places, start
+
+
+def test_a_sample_of_a_bucket_is_compared() -> None:
+    """If it fails, each look sends megabytes, small parameters stand for a bucket, or a sparse gradient ends a fit."""
+    for places, size in run_ranks(_compared_places):
+        assert places == [*range(0, size, 4)]
