@@ -13,6 +13,7 @@ import torch
 
 from lightning_commopt import CommPlan
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.buckets import buckets_of
 from lightning_commopt.cost.compressor_cost import own_average
@@ -97,7 +98,9 @@ def test_lossless_stays_lossless_and_names_what_would_help() -> None:
     found = _list(_SLOW)
     assert all(one.plan.comm_hook is None for one in found.candidates)
     assert found.not_allowed["int8"] > found.not_allowed["bf16"] > 0
+    assert "fp16" not in found.not_allowed  # it overflows
     assert "int8" not in _list(_SLOW, ("int8",)).not_allowed
+    assert 0 < _list(_SLOW, ("bf16",)).not_allowed["int8"] < found.not_allowed["int8"]  # what bf16 does not save
 
 
 def test_a_model_that_sends_hardly_anything_is_not_told_to_compress() -> None:
@@ -143,6 +146,29 @@ def test_a_second_layout_has_far_more_or_fewer_buckets(lossy: tuple[str, ...]) -
         numbers = sorted(len(buckets_of(plan, _GRADIENTS)) for plan in plans if plan.comm_hook == hook)
         assert all(many >= 2 * few for few, many in itertools.pairwise(numbers)), plans
     assert len(plans) > len({plan.comm_hook for plan in plans})
+
+
+@pytest.mark.parametrize(
+    ("promising", "order"),
+    [
+        # Layouts with each compressor, by the number of buckets and the predicted time. Then bf16, which saves half as
+        # much as int8, takes turns with other layouts of the compressors before.
+        ("int8 20 0.4, int8 10 0.45, none 10 0.55, bf16 20 0.7, int8 2 0.8", [0, 2, 4, 3, 1]),
+        ("int8 20 0.1, int8 5 0.1, int8 2 0.1, int8 1 0.1, none 20 0.5, bf16 20 0.5, fp16 20 0.5", [0, 3, 4, 1, 5, 2]),
+    ],
+)
+def test_compressors_that_promise_less_take_turns_with_layouts(promising: str, order: list[int]) -> None:
+    """If it fails, three candidates that are alike are tried first, or a compressor never is."""
+    caps = {20: 4.0, 10: 8.0, 5: 16.0, 2: 40.0, 1: 80.0}
+    ready: dict[str, Any] = {**ready_compressors(), "none": None}
+    candidates = list[Candidate[CommPlan]]()
+    for hook, num_buckets, step_s in map(str.split, promising.split(", ")):
+        plan = CommPlan(bucket_cap_mb=caps[int(num_buckets)], comm_hook=ready[hook])
+        assert len(buckets_of(plan, _GRADIENTS)) == int(num_buckets)
+        candidates.append(Candidate(plan, Prediction(step_s=float(step_s), low_s=0.0, high_s=1.0, exposed_s=0.0)))
+    basis = Basis(plan=CommPlan(), workload=_WORKLOAD, link=_SLOW, costs=_COSTS, step_s=1.0)
+    ordered = calibration_module._ordered_by_diversity(candidates, 1.0, basis)
+    assert [candidates.index(candidate) for candidate in ordered] == order
 
 
 def _calibration(monkeypatch: pytest.MonkeyPatch, limit_s: float, own: Any = None, each_s: float = 0.1) -> Calibration:
