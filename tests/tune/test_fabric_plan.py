@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.sync import groups
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
 from support.ranks import run_ranks
@@ -185,6 +186,7 @@ def _train_one_after_another() -> dict[str, Any]:
         trained, chosen = loop.train(), loop.strategy.plan
         loop.model, loop.optimizers = early
         loop.train(3)
+        pools = groups._pools[groups.default_group()].values()
     plain = Loop(DDPStrategy()).train()
     sync = loop.strategy._syncs.attached()[0]
     return {
@@ -192,16 +194,18 @@ def _train_one_after_another() -> dict[str, Any]:
         "ddp": plain,
         "plans": [plan.name for plan in (between, chosen, loop.strategy.plan, sync.plan)],
         "status": loop.strategy.auto_plan.describe().get("status"),
+        "num_groups": max(map(len, pools)),
     }
 
 
 @pytest.mark.exhaustive
 def test_modules_that_are_trained_one_after_another() -> None:
-    """If it fails, a plan that was being tried stays, or ranks wait where one of them keeps an earlier module."""
+    """If it fails, a plan that was tried stays, ranks wait where one keeps an earlier module, or connections add up."""
     ranks = run_ranks(_train_one_after_another)
     for result in ranks:
         _assert_same(result["trained"], result["ddp"])
         assert result["plans"] == ["uncompressed", *[_SMALL.name] * 3]
+        assert result["num_groups"] == 1
     assert [result["status"] for result in ranks] == ["resumed", None]
 
 
