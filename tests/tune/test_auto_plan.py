@@ -130,6 +130,9 @@ def _fit_lossy(folder: str) -> dict[str, Any]:
             module = Tiny()
             trainer(again, max_epochs=41).fit(module, loader(), ckpt_path=f"{folder}/last.ckpt")
             found[f"resumed {resumes['lossy']}"] = again.plan.name, again.auto_plan.describe().get("status")
+        accumulated = CommOptDDP(plan="auto", lossy=["int8"])
+        _fit(accumulated, Tiny(), epochs=100, accumulate_grad_batches=2)
+        found["accumulated"] = accumulated.plan.name
         with (
             patch.object(tuner_module, "error_limit", lambda compressor: 0.0),
             warnings.catch_warnings(record=True) as caught,
@@ -152,9 +155,9 @@ def lossy(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.exhaustive
 def test_lossy_where_allowed(lossy: list[dict[str, Any]]) -> None:
-    """If it fails, a compressor that was allowed is not used, or ranks end with different parameters."""
+    """If it fails, a compressor that was allowed is not used, or left for accumulated batches, or ranks differ."""
     first, second = lossy
-    assert first["chosen"] == second["chosen"] == "int8"
+    assert first["chosen"] == second["chosen"] == first["accumulated"] == "int8"
     assert_same(second["params"], first["params"])
     assert all(np.isfinite(values).all() for values in first["params"].values())
 
@@ -171,7 +174,7 @@ def test_a_checkpoint_keeps_the_plan(lossy: list[dict[str, Any]]) -> None:
 def test_the_guard_falls_back_to_the_users_plan(lossy: list[dict[str, Any]]) -> None:
     """If it fails, training goes on with averages that are far off, again in the next fit, or warns at every step."""
     assert [rank["guarded"] for rank in lossy] == ["uncompressed", "uncompressed"]
-    assert lossy[0]["kept"] == [CommPlan().to_dict()]
+    assert CommPlan().to_dict() in lossy[0]["kept"]
     assert len(lossy[0]["warnings"]) == 1
     assert "comm_hook='int8'" in lossy[0]["warnings"][0]
     assert not lossy[1]["warnings"]
