@@ -294,7 +294,7 @@ class Tuner:
         self.plans = [base, *(base.replaced(**options, comm_hook=hooks[index]) for options, index in sent[0])]
 
     def _save_choice(self) -> None:
-        if self.director is None or self._fit is None or not self.director.searches or self.director.is_searching:
+        if self.director is None or self._fit is None or not self.director.searches:
             return
         chosen = self.plans[self.director.chosen]
         if chosen not in (self._saved, self.plans[0]):
