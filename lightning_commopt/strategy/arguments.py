@@ -207,6 +207,7 @@ def _is_count(value: object) -> bool:
 
 _CALLABLE = _optional(callable), "a callable or None"
 _NUM_STEPS = _is_count, "a number of steps above 0 or None"
+_NUM_RANKS = (lambda value: value == AUTO or (value is not None and _is_count(value))), "'auto' or a number above 0"
 _SWITCH = (lambda value: isinstance(value, bool)), "true or false"
 _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "accelerator": (
@@ -214,6 +215,9 @@ _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda value: value not in ("", AUTO) and not isinstance(value, int | float) and canonical_name(value) is None,
         'an Accelerator, the name of one, such as "gpu", or None',
     ),
+    "data_parallel_size": _NUM_RANKS,
+    "tensor_parallel_size": _NUM_RANKS,
+    "parallelize_fn": (callable, "a callable"),
     "parallel_devices": (_optional(lambda value: isinstance(value, list)), "a list of torch.device or None"),
     "process_group_backend": (
         _optional(lambda value: isinstance(value, str) and value != ""),

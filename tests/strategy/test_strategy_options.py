@@ -74,6 +74,8 @@ FSDP2 = [
     *one_by_one(CommOptModelParallel, bucket_cap_mb=[25], accumulate_grads=["unshard"], param_hook=["int4"]),
     *one_by_one(CommOptModelParallel, comm_hook=["powersgd", "int9", {"name": "int8", "blocksize": 1}, 5]),
     *one_by_one(CommOptModelParallel, uneven_batches=["drp"], sigterm_every_n_steps=[0], timeout=[5]),
+    *one_by_one(CommOptModelParallel, data_parallel_size=["int8", -1, None], tensor_parallel_size=[2.0]),
+    *one_by_one(fabric.CommOptModelParallel, parallelize_fn=["int8"]),
     *one_by_one(CommOptModelParallel, reduce_scatter_max_input_buffers=[0], separate_reduce_scatter_group=[1]),
     (CommOptModelParallel, {"plan": ShardedPlan(), "param_hook": "int8"}),
     (CommOptModelParallel, {"uneven_batches": "pad", "watch": False}),
