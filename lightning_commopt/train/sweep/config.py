@@ -60,6 +60,7 @@ def check_config(config: DictConfig) -> None:
     with _as_config_error():
         _check_repetition(config)
         _check_warmup(config)
+    _check_trainer(config)
     _check_devices(config)
     _check_plan(config)
     _check_link(config)
@@ -89,6 +90,21 @@ def _check_warmup(config: DictConfig) -> None:
         raise ConfigError(
             f"num_warmup_steps must be from 0 to {max_steps - 1} with trainer.max_steps={max_steps}, as only later"
             f" steps are timed, got {num_warmup_steps}"
+        )
+
+
+def _check_trainer(config: DictConfig) -> None:
+    """Refuses arguments of the Trainer that would have no effect, since a run makes them from other values."""
+    for option in ("strategy", "callbacks", "logger"):
+        if option in config.trainer:
+            raise ConfigError(
+                f"trainer.{option}={config.trainer[option]} would have no effect: choose from the group {option}, as in"
+                f" {option}=..., which commopt-train --help lists"
+            )
+    if "default_root_dir" in config.trainer:
+        raise ConfigError(
+            f"trainer.default_root_dir={config.trainer.default_root_dir} would have no effect: set hydra.run.dir, or"
+            " hydra.sweep.dir with -m"
         )
 
 

@@ -33,7 +33,7 @@ def defaults() -> DictConfig:
 def checked(overrides: str) -> None:
     config = copy.deepcopy(defaults())  # composing it anew with each override takes a hundred times as long
     for override in OverridesParser.create().parse_overrides(overrides.split()):
-        OmegaConf.update(config, override.key_or_group, override.value())
+        OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())
     check_config(config)
 
 
@@ -44,6 +44,7 @@ REFUSED = [
     *("link=1gbit trainer.num_nodes=-1", "repeat=2", "ranks=0", "ranks=-1", "trainer.num_nodes=0"),
     # A run that is all warm-up would end without the rate that it was made for.
     *("trainer.max_steps=10", "trainer.max_steps=1 callbacks.speed.num_warmup_steps=1"),
+    *("+trainer.strategy=ddp", "+trainer.default_root_dir=here"),
     *("num_warmup_steps=-1", "num_warmup_steps=2.5", "trainer.devices=two", "ranks='0,x'"),
 ]
 
