@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
@@ -94,7 +95,7 @@ def train(config: DictConfig) -> float | None:
         The final validation loss, if the model logs a ``val_loss``.
 
     Raises:
-        ConfigError: the configuration cannot be run; nothing was started.
+        ConfigError: the configuration cannot be run; nothing was trained.
     """
     check_config(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -151,12 +152,16 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
     if not config.trainer.get("enable_progress_bar", True):  # a Trainer without one refuses those that are given
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     loggers = [instantiate(logger, _convert_="all") for logger in config.logger.values() if logger]
-    trainer: Trainer = instantiate(config.trainer, _partial_=True, _convert_="all")(
-        strategy=instantiate(config.strategy, _convert_="all"),
-        callbacks=[*callbacks, RunRecorder(dirpath=folder, ends_run=False)],
-        logger=loggers or False,
-        default_root_dir=str(folder),
-    )
+    strategy = instantiate(config.strategy, _convert_="all")
+    try:
+        trainer: Trainer = instantiate(config.trainer, _partial_=True, _convert_="all")(
+            strategy=strategy,
+            callbacks=[*callbacks, RunRecorder(dirpath=folder, ends_run=False)],
+            logger=loggers or False,
+            default_root_dir=str(folder),
+        )
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        raise ConfigError(f"trainer: {error}") from error
     trainer.fit(model, datamodule=data)
     if trainer.limit_val_batches == 0 or not is_overridden("validation_step", model):
         return {}

@@ -128,6 +128,15 @@ def test_a_wrong_value_is_a_short_error_before_anything_starts(tmp_path):
     assert not list((tmp_path / "run").glob("**/run.json"))
 
 
+def test_what_the_trainer_refuses_is_a_short_error(tmp_path):
+    run = commopt_train("trainer.limit_train_batches=-2", cwd=tmp_path)
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("trainer: ")
+    assert "limit_train_batches" in last
+    assert "Traceback" not in run.stderr
+
+
 def test_flags_come_first_in_their_order():
     arguments = ["a=1", "--config-dir", "x", "b=2", "-m", "--config-name=x", "x"]
     assert flags_first(arguments) == ["--config-dir", "x", "-m", "--config-name=x", "a=1", "b=2", "x"]
