@@ -110,8 +110,8 @@ class CommPlan(Plan):
             compressor = compressor_from_config(comm_hook)
         except (ValueError, TypeError) as error:
             raise OptionError(
-                f"a plan must be a CommPlan, or what comm_hook takes (such as 'bf16' or 'none'): {error}. CommPlan.load"
-                " reads a plan from a file, CommPlan.from_dict makes one from a mapping of its options."
+                "a plan must be a CommPlan (CommPlan.load reads one from a file, CommPlan.from_dict makes one from a"
+                f" mapping of its options), or what comm_hook takes (such as 'bf16' or 'none'): {error}"
             ) from error
         return dataclasses.replace(self, comm_hook=compressor)
 

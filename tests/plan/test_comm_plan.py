@@ -194,7 +194,7 @@ REFUSED: list[dict[str, Any]] = [
     _hook("error_feedback", inner={"name": "hierarchical", "inner": "int8"}),
     _hook("error_feedback", inner={"name": "by_size", "min_numel": 100, "inner": "int8"}),
 ]
-GUESSED = [None, {"bucket_cap_mb": 5}, "my_plan.json", PowerSGD]
+GUESSED = [None, {"bucket_cap_mb": 5}, "my_plan.json", "intt8", PowerSGD]
 """What may mean something else than a compressor where one is given in place of a plan."""
 
 
