@@ -223,7 +223,7 @@ class Search:
                 typical_s(visits, arm) / base_s if visits else limits.UNKNOWN_SLOWDOWN if guess is None else guess
             )
         num_slow = num_settling - 1 + limits.NUM_TIMED_STEPS
-        cost = (is_change + (arm != 0)) * (self._change_steps + settling_steps) + num_slow * (expected - 1)
+        cost = (is_change + (arm != 0)) * (self._change_steps + settling_steps) + num_slow * max(0.0, expected - 1)
         self._is_too_dear = self.lost_s / base_s + cost > self._budget_steps
         return not self._is_too_dear
 

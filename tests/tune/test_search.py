@@ -31,7 +31,8 @@ def _run(
 ) -> tuple[SearchResult, list[Visit]]:
     """Searches from the plan that is chosen; ``report`` gets a visit, and whether it changes the plan."""
     settings = {"num_settling_steps": 2, **options}
-    running = Search([1.0, *[None] * (num_plans - 1)], budget_steps, arm=chosen, chosen=chosen, **settings).run()
+    expected = settings.pop("expected", [1.0, *[None] * (num_plans - 1)])
+    running = Search(expected, budget_steps, arm=chosen, chosen=chosen, **settings).run()
     visits, arm = [next(running)], chosen
     while True:
         is_change, arm = visits[-1].arm != arm, visits[-1].arm
@@ -88,6 +89,14 @@ def test_a_budget_suffices_for_so_many_candidates() -> None:
     assert not _searched([[1.0], [1.0]], 6.4, change_s=0.1).result.gains
     assert [*_searched([[1.0], [1.0], [1.0]], 6.5, change_s=0.1).result.gains] == [1]
     assert [*_searched([[1.0], [1.0], [1.0]], 7.0, change_s=0.1).result.gains] == [1, 2]
+
+
+def test_a_promise_pays_for_nothing() -> None:
+    """If it fails, a search spends more than it may on candidates whose predictions are wrong."""
+    times_s, expected = [[1.0], [1.4], [1.4], [1.4]], [1.0, 0.1, 0.1, 0.1]
+    found = _searched(times_s, 9.0, change_s=0.1, first_s=1.0, expected=expected)  # a visit costs 3.5
+    assert found.arms == "012"
+    assert found.cost_s == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize(
