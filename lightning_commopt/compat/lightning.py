@@ -148,10 +148,7 @@ def batches_that_stepped(trainer: Trainer) -> int:
 
 def num_steps_of(trainer: Trainer) -> float:
     """Returns the optimizer steps of a fit whose data are loaded; infinite if it has no end, or none that is known."""
-    try:
-        number = float(trainer.estimated_stepping_batches)
-    except MisconfigurationException:  # accumulation that changes from epoch to epoch
-        return math.inf
+    number = float(trainer.estimated_stepping_batches)
     return math.inf if number == -1 else number  # data without a length, and no `max_steps`
 
 
