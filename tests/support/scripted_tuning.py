@@ -35,7 +35,7 @@ def scripted(
 ) -> Generator[list[Any], None, None]:
     """Within it a fit finds those of the given plans promising that it may choose.
 
-    Their steps take the given shares of the user's.
+    Their steps take the given shares of the user's on the last rank; to the others, slower candidates seem faster.
 
     Args:
         candidates: plans, and their times over that of the user's plan.
@@ -72,9 +72,11 @@ def scripted(
         return Shortlist(base, tuple(others), {"int8": 0.31})
 
     def take(timer: StepTimer) -> list[float]:
-        plan, num_steps = trainings[-1].strategy.plan, len(measure(timer))
-        share = present().get(plan, 1.0 if present() is candidates else 3.0)
-        steps.extend([plan] * num_steps)
+        strategy, num_steps = trainings[-1].strategy, len(measure(timer))
+        share = present().get(strategy.plan, 1.0 if present() is candidates else 3.0)
+        if strategy.plan in present() and strategy.global_rank < strategy.world_size - 1:
+            share = min([share, *present().values()]) ** 2 / share
+        steps.extend([strategy.plan] * num_steps)
         return [share * BASE_S] * num_steps
 
     with (
