@@ -41,6 +41,7 @@ class Forecast(NamedTuple):
     high_s: float  # upper end of the 95 % interval
     present_s: float  # median of the last steps, with the present settings
     note: str = ""  # what the setting changes besides the speed; empty if nothing
+    is_bounded: bool = True  # whether it saves at most the communication that a step waits for
 
     def speedups(self, bound: float = math.inf) -> tuple[float, float, float]:
         """Returns how many times as fast it is as now: expected, lower and upper end, none of them above ``bound``.
@@ -81,7 +82,7 @@ class Present(NamedTuple):
 
     def speedups(self, forecast: Forecast) -> tuple[float, float, float]:
         bound = speedup(self.step_s, self.exposed_s)
-        return forecast.speedups(math.inf if math.isnan(bound) else bound)
+        return forecast.speedups(math.inf if math.isnan(bound) or not forecast.is_bounded else bound)
 
     def is_faster(self, forecast: Forecast) -> bool:
         """Returns whether a setting saves enough to be worth the effort, and is faster in its whole interval."""

@@ -28,7 +28,7 @@ FORECASTS = [
     Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.56, present_s=0.7),
     Forecast('comm_hook="int4", bucket_cap_mb=50', True, 0.2, 0.48, 0.4, 0.5, present_s=0.7),
     Forecast('comm_hook="powersgd"', True, 1.0, 0.42, 0.4, 0.45, present_s=0.7),
-    Forecast("Trainer(accumulate_grad_batches=4)", False, 1.0, 0.5, 0.4, 0.6, 0.7, "a step takes more"),
+    Forecast("Trainer(accumulate_grad_batches=4)", False, 1.0, 0.5, 0.4, 0.6, 0.7, "a step takes more", False),
 ]
 EXACT = Forecast('comm_hook="none"', False, 0.0, 0.5, 0.45, 0.55, present_s=0.7)
 OTHER_BUCKETS = EXACT._replace(setting="bucket_cap_mb=5")
@@ -217,7 +217,10 @@ def test_bounds_follow_from_the_numbers(name: str, limits: list[float]) -> None:
 
 
 def test_no_prediction_contradicts_the_headline() -> None:
-    """If it fails, a plan is said to be faster than a step without any communication would be, or than it may be."""
+    """If it fails, a plan is said to be faster than a step without any communication would be, or than it may be.
+
+    Accumulation may be: it saves the optimizer's time, too.
+    """
     for seed in range(50):
         drawn = random.Random(seed)
         exposed_s = drawn.uniform(0.04, 0.4)
@@ -227,8 +230,9 @@ def test_no_prediction_contradicts_the_headline() -> None:
             low_s, high_s = step_s * drawn.uniform(0.3, 1), step_s * drawn.uniform(1, 2)
             predicted.append(forecast._replace(step_s=step_s, low_s=low_s, high_s=high_s))
         result = judged(forecasts=predicted, exposed_s=exposed_s, exposed_wait_s=0.0)
-        (limit,) = map(float, BOUND.findall(result.headline))
+        (bound,) = map(float, BOUND.findall(result.headline))
         for text in result.recommendations:
+            limit = round(predicted[-1].speedups()[-1], 2) if "accumulate" in text else bound
             for expected, low, high in re.findall(r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\) times", text):
                 assert 1 <= float(low) <= float(expected) <= float(high) <= limit, seed
 
