@@ -147,13 +147,14 @@ def _is_uncompressed(forecast: Forecast) -> bool:
 
 def _recommendation(present: Present, forecast: Forecast) -> str:
     expected, low, high = present.speedups(forecast)
-    speedup = f"{expected:.2f} ({low:.2f} to {high:.2f}) times as fast"
+    # Where even the lower end exceeds what the step waits for, an interval would claim to be exact.
+    speedup = f"{expected:.2f} ({low:.2f} to {high:.2f})" if low < high else f"at most {high:.2f}"
     if forecast.note:
-        return f"{forecast.setting}, exact: {speedup}; {forecast.note}."
+        return f"{forecast.setting}, exact: {speedup} times as fast; {forecast.note}."
     is_exact = _is_uncompressed(forecast) or not (forecast.is_lossy or present.is_lossy)
     kind = ", lossy" if forecast.is_lossy else ", lossless" if is_exact else ""
     compare = "" if forecast.error_bound <= _MIN_LOSSY_ERROR else " Compare the final metric as well."
-    return f"{forecast.setting}{kind}: {speedup}.{compare}"
+    return f"{forecast.setting}{kind}: {speedup} times as fast.{compare}"
 
 
 def statistic_text(forecasts: Sequence[Forecast]) -> str:

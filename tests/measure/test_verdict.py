@@ -206,7 +206,7 @@ def test_verdicts(golden: Callable[[str, str], None]) -> None:
         ("communication is hidden: nothing to do", [0.7 / 0.68]),
         ("a straggler comes first", [0.7 / (0.7 - 0.25 * 0.58)]),
         ("exposed time that is waiting is no compressor's business", [0.7 / 0.6, 0.7 / 0.61]),
-        ("data dominates", [1 / 0.6]),
+        ("data dominates", [1 / 0.6, 1 / 0.9]),
     ],
 )
 def test_bounds_follow_from_the_numbers(name: str, limits: list[float]) -> None:
