@@ -10,7 +10,7 @@ from commopt_diagnose.findings import Reason
 from commopt_diagnose.nccl_log.communicators import NcclLog, ranks_of
 from commopt_diagnose.nccl_log.complaints import LoggedWarning, Progress, RasReport, Timeout
 from commopt_diagnose.nccl_log.messages import MAX_RANKS
-from commopt_diagnose.nccl_log.paths import finding, reason
+from commopt_diagnose.nccl_log.paths import finding, first_of, reason
 from commopt_diagnose.nccl_log.warn_texts import WarnText, explain
 from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import grouped, list_some, ranks_text
@@ -46,6 +46,7 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
         groups = {_as_refused(kind): warnings for kind, warnings in groups.items()}
     has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
     first = None if has_cause else _first_of_consequences(groups)
+    broken = first_of(log.processes, "plugin_broken")
     for kind, warnings in groups.items():
         times = sum(warning.times for warning in warnings)
         # The first text of NCCL itself, unless it is cut and a later one is whole.
@@ -60,7 +61,8 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
             yield finding("note", kind.code, *warnings[:3], what=what, why=why)
         else:
             severity: Severity = "error" if kind.severity == "follows" else kind.severity
-            yield finding(severity, kind.code, *warnings[:3], what=what, why=kind.reason)
+            why = reason("plugin_broken", broken) if broken and kind.code == "network_not_found" else kind.reason
+            yield finding(severity, kind.code, *warnings[:3], what=what, why=why)
     yield from _find_silent_errors(log)
 
 

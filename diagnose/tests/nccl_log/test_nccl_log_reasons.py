@@ -251,3 +251,15 @@ def test_a_thread_without_a_gpu_warns_for_the_only_rank_of_its_process() -> None
     ]
     port = "a:1:99 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : port error"
     assert findings(*starts, port)["ib_link"].what.startswith("rank 1 warns on a: ")
+
+
+def test_a_network_is_not_found_as_its_plugin_cannot_be_loaded() -> None:
+    missing = "a:7:8 [0] net.cc:579 NCCL WARN Error: network gIB not found."
+    loads = told(
+        "NET/Plugin: Plugin load returned 2 : /lib/libc.so.6: version `GLIBC_2.32' not found (required by"
+        " /opt/libnccl-net.so) : when loading libnccl-net.so"
+    )
+    assert findings(missing)["network_not_found"].why.startswith("NCCL_NET, a file nccl.conf or the program asks")
+    found = findings(missing, loads)["network_not_found"]
+    assert found.why.startswith("a network plugin is there, but cannot be loaded")
+    assert "GLIBC_2.32" in found.evidence[-1].text
