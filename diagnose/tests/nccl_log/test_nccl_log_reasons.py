@@ -263,3 +263,11 @@ def test_a_network_is_not_found_as_its_plugin_cannot_be_loaded() -> None:
     found = findings(missing, loads)["network_not_found"]
     assert found.why.startswith("a network plugin is there, but cannot be loaded")
     assert "GLIBC_2.32" in found.evidence[-1].text
+
+
+def test_what_rccl_writes_of_an_error_without_its_place_follows_from_the_warning_that_has_it() -> None:
+    warns = "a:7:8 [1] src/transport/p2p.cc:256 NCCL WARN hipIpcGetMemHandle failed : invalid argument"
+    again = "a:7:8 [1] [FATAL ERROR]: HIP failure: 'invalid argument'"
+    assert findings(again)["hip_failure"].severity == "error"
+    both = findings(warns, again)
+    assert (both["hip_handle"].severity, both["hip_failure"].severity) == ("error", "note")
