@@ -41,6 +41,15 @@ _WORKER = "RuntimeError: DataLoader worker (pid 4821) is killed by signal:"
         ("error: *** STEP 7.0 ON n1 CANCELLED AT 2026-05-01T10:00:00 DUE TO TIME LIMIT ***", "job_cancelled"),
         ("error: *** JOB 7 ON n1 CANCELLED AT 2026-05-01T10:00:00 DUE TO NODE FAILURE ***", "job_cancelled"),
         ("Memory access fault by GPU node-2 on address 0x7f. Reason: Unknown.", "amd_gpu_reported"),
+        ("HW Exception by GPU node-4 (Agent handle: 0x1ebc04e0) reason :GPU Hang", "amd_gpu_reported"),
+        ("n1.hsn.example.com: rank 25 died from signal 9", "killed"),
+        ("n1.hsn.example.com: rank 25 died from signal 11 and dumped core", "crashed"),
+        ("=   KILLED BY SIGNAL: 7 (Bus error)", "bus_error"),
+        ("=   KILLED BY SIGNAL: 11 (Segmentation fault)", "crashed"),
+        ("=>> PBS: job killed: walltime 3611 exceeded limit 3600", "job_cancelled"),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "job_cancelled"),
+        ("(raylet) node_manager.cc:3049: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed",
+         "out_of_host_memory"),
         ("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "ray_worker_ended"),
         ("torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to"
          " (10.0.0.1, 29500).", "no_store"),
@@ -67,9 +76,13 @@ def test_how_a_process_ended_or_did_not_start(line: str, code: str) -> None:
 
 
 def test_ends_that_only_follow_from_another_are_not_reported() -> None:
-    """PyTorch's watchdog aborts the process itself, and a test without a wrong element is none."""
+    """PyTorch's watchdog aborts the process itself, Hydra kills all ranks, and a test without a wrong element is none."""
     lines = "Fatal Python error: Aborted", "Signal 6 (SIGABRT) received by PID 5", "# Out of bounds values : 0 OK"
-    assert set(findings(_START, *lines)) == {"unknown"}
+    more = (
+        "=   KILLED BY SIGNAL: 9 (Killed)",
+        "0 Workers (tasks / actors) killed due to memory pressure (OOM), 1 Workers",
+    )
+    assert set(findings(_START, *lines, *more)) == {"unknown"}
 
 
 @pytest.mark.parametrize(
