@@ -48,7 +48,7 @@ _WORKER = "RuntimeError: DataLoader worker (pid 4821) is killed by signal:"
         ("=   KILLED BY SIGNAL: 11 (Segmentation fault)", "crashed"),
         ("=>> PBS: job killed: walltime 3611 exceeded limit 3600", "job_cancelled"),
         ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "job_cancelled"),
-        ("(raylet) node_manager.cc:3049: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed",
+        ("(raylet) node_manager.cc:3049: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers",
          "out_of_host_memory"),
         ("ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.", "ray_worker_ended"),
         ("torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to"
@@ -76,7 +76,7 @@ def test_how_a_process_ended_or_did_not_start(line: str, code: str) -> None:
 
 
 def test_ends_that_only_follow_from_another_are_not_reported() -> None:
-    """PyTorch's watchdog aborts the process itself, Hydra kills all ranks, and a test without a wrong element is none."""
+    """PyTorch's watchdog aborts its process, Hydra kills all ranks, and a test without a wrong element is none."""
     lines = "Fatal Python error: Aborted", "Signal 6 (SIGABRT) received by PID 5", "# Out of bounds values : 0 OK"
     more = (
         "=   KILLED BY SIGNAL: 9 (Killed)",
