@@ -26,7 +26,7 @@ _OF_INTEREST = re.compile(
     rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
     rb"|RendezvousTimeout|values : \d|Out of memory while|GetKeyValue\(\) timed|cqe with error"
     rb"|libfabric:\d|libibverbs: W|without libuv|inconsistent 0 params|CUDA capability sm_"
-    rb"|died from signal|HW Exception by|job killed\b|memory pressure"
+    rb"|died from signal|death signal|got signal: 1|HW Exception by|job killed\b|memory pressure"
     rb"|double free or|(?:free|alloc|_consolidate)\(\): \w|corrupted (?:size vs|double-linked)|munmap_chunk\(\)"
 )
 # One of these is in each line of interest, and most parts of a training program's output have none.
@@ -41,7 +41,7 @@ _WORDS = (
     *(b"double free", b"free(): ", b"alloc(): ", b"consolidate(): ", b"munmap_chunk", b"corrupted "),
     *(b"libfabric:", b"libibverbs: W", b"libuv", b"inconsistent 0 ", b"CUDA capability", b"CUDA_ERROR_", b"] PEER_"),
     *(b"Not all ranks joining", b"missing ranks: ", b"Culprit", b"what(): ", b"# Avg bus", b"Aborting process"),
-    *(b"HW Exception", b"job killed", b"memory pressure"),
+    *(b"death signal", b"HW Exception", b"job killed", b"memory pressure"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

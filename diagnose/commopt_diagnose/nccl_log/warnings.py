@@ -25,8 +25,8 @@ _RESULTS = (
 _LATE = 1.5
 # Ranks of a healthy job wait longer for each other now and then: for a slow batch, a compilation, a checkpoint.
 _SHORT_LIMIT_S = 5.0
-# What PyTorch writes after a timeout, which is another finding.
-_OF_TIMEOUTS = ("local_timeout", "dump_signal", "empty_gather")
+# What PyTorch and torchrun write after a timeout, which is another finding.
+_OF_TIMEOUTS = ("local_timeout", "dump_signal", "empty_gather", "launcher_ended")
 # The names of NCCL's results, which say less than any warning.
 _OF_RESULTS = ("torch_error", "torch_remote_error", "refused_call", "after_error")
 

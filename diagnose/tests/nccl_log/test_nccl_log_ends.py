@@ -46,6 +46,11 @@ _WORKER = "RuntimeError: DataLoader worker (pid 4821) is killed by signal:"
         ("n1.hsn.example.com: rank 25 died from signal 11 and dumped core", "crashed"),
         ("=   KILLED BY SIGNAL: 7 (Bus error)", "bus_error"),
         ("=   KILLED BY SIGNAL: 11 (Segmentation fault)", "crashed"),
+        ("W0 1 torch/distributed/elastic/agent/server/api.py:719] Received Signals.SIGTERM death signal, shutting down"
+         " workers", "launcher_ended"),
+        ("WARNING:torch.distributed.elastic.agent.server.api:Received 1 death signal, shutting down workers",
+         "launcher_ended"),
+        ("torch.distributed.elastic.multiprocessing.api.SignalException: Process 76 got signal: 15", "launcher_ended"),
         ("=>> PBS: job killed: walltime 3611 exceeded limit 3600", "job_cancelled"),
         ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "job_cancelled"),
         ("(raylet) node_manager.cc:3049: 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers",
@@ -83,6 +88,16 @@ def test_ends_that_only_follow_from_another_are_not_reported() -> None:
         "0 Workers (tasks / actors) killed due to memory pressure (OOM), 1 Workers",
     )
     assert set(findings(_START, *lines, *more)) == {"unknown"}
+
+
+def test_that_torchrun_was_told_to_end_follows_from_an_error_or_a_timeout() -> None:
+    ended = "SignalException: Process 76 got signal: 15"
+    assert findings(_START, ended, "NVRM: Xid (PCI:0000:18:00): 79")["launcher_ended"].severity == "note"
+    timeout = (
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=1,"
+        " NumelOut=1, Timeout(ms)=600000) ran for 600010 milliseconds before timing out."
+    )
+    assert findings(_START, timeout, ended)["launcher_ended"].severity == "note"
 
 
 @pytest.mark.parametrize(
