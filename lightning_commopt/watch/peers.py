@@ -139,8 +139,8 @@ class Peers:
 
     def is_one_busy(self) -> bool:
         """Returns whether a rank that has raised works on without the others; False once any rank has died."""
-        self._find_dead()
-        return self.query_store(lambda: self._store.add(_NUM_BUSY, 0) > 0 and not self._store.check([_DIED]), False)
+        is_busy = self.query_store(lambda: self._store.add(_NUM_BUSY, 0) > 0 and not self._store.check([_DIED]), False)
+        return is_busy and self._find_dead() is None
 
     def raise_together(self, ranks: Sequence[int]) -> bool:
         """Returns whether exceptions end the fit on all of these ranks, too; waits a moment for them.
